@@ -1,0 +1,23 @@
+"""Softmax in the operations that the Neural Engine is known to run."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def ane_softmax(scores: Tensor, dim: int = -1) -> Tensor:
+    """Softmax as reduce_max, sub, exp, reduce_sum, real_div.
+
+    The largest score is taken off first, so that no exponential exceeds 1 and none of the five results can overflow in fp16; a row in
+    which every score is masked by the same large negative value comes out uniform, without NaN.
+
+    Args:
+        scores: masked attention scores.
+        dim: the axis that sums to 1.
+
+    Shape:
+        - scores: any
+        - output: as scores
+    """
+    exponentials = (scores - scores.amax(dim=dim, keepdim=True)).exp()
+    return exponentials / exponentials.sum(dim=dim, keepdim=True)

@@ -1,0 +1,129 @@
+"""Reading a Hugging Face config.json into a family's frozen dataclass, with errors that name the file, the field and the value."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+Config = TypeVar("Config")
+
+# Fields of a config.json that do not take part in the arithmetic of inference: bookkeeping, training, and generation defaults.
+BOOKKEEPING = frozenset(
+    {
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_commit_hash",
+        "_name_or_path",
+        "architectures",
+        "attention_dropout",
+        "auto_map",
+        "cache_implementation",
+        "chunk_size_feed_forward",
+        "dtype",
+        "gradient_checkpointing",
+        "id2label",
+        "initializer_range",
+        "is_decoder",
+        "is_encoder_decoder",
+        "label2id",
+        "model_type",
+        "output_attentions",
+        "output_hidden_states",
+        "pretraining_tp",
+        "problem_type",
+        "resid_pdrop",
+        "return_dict",
+        "tokenizer_class",
+        "torch_dtype",
+        "torchscript",
+        "transformers_version",
+        "use_cache",
+    }
+)
+
+
+def load_config(folder: str | Path) -> tuple[dict[str, Any], Path]:
+    """The raw config.json of a folder and its path.
+
+    Raises:
+        ValueError: if it is missing, is not JSON, or is not an object.
+    """
+    path = Path(folder) / "config.json"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); a Hugging Face model folder is expected") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start})") from error
+    try:
+        config = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: is not valid JSON ({error.msg} at line {error.lineno})") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: a JSON object is expected, found {type(config).__name__}")
+    return config, path
+
+
+def read_fields(cls: type[Config], config: Mapping[str, Any], *, file: str | Path, ignore: Collection[str] = ()) -> Config:
+    """Fills a dataclass from a config.json: every field without a default must be there, of its type; no other may be.
+
+    A field that a family does not handle is refused rather than dropped, since it may change the arithmetic.
+
+    Raises:
+        ValueError: for a missing, mistyped or unknown field, and whatever the dataclass itself refuses, with the file's name in front.
+    """
+    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    unknown = sorted(set(config) - set(fields) - BOOKKEEPING - set(ignore))
+    if unknown:
+        named = ", ".join(f"{name} = {json.dumps(config[name])}" for name in unknown)
+        raise ValueError(f"{file}: {cls.__name__} does not handle {named}")
+    missing = [name for name, field in fields.items() if name not in config and field.default is dataclasses.MISSING]
+    if missing:
+        raise ValueError(f"{file}: field {', '.join(missing)} is missing")
+    hints = typing.get_type_hints(cls)
+    values = {name: config[name] for name in fields if name in config}
+    for name, value in values.items():
+        if not _is_of(value, hints[name]):
+            raise ValueError(f"{file}: field {name} must be {_describe(hints[name])}, got {json.dumps(value)}")
+    try:
+        return cls(**values)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def _is_of(value: Any, hint: Any) -> bool:
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_is_of(value, option) for option in typing.get_args(hint))
+    if origin is tuple:
+        return isinstance(value, list) and all(_is_of(item, typing.get_args(hint)[0]) for item in value)
+    if origin is not None:
+        return isinstance(value, origin)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _describe(hint: Any) -> str:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(_describe(option) for option in typing.get_args(hint))
+    if hint is type(None):
+        return "null"
+    return {int: "an integer", float: "a number", bool: "true or false", str: "a string"}.get(
+        hint, "a list" if typing.get_origin(hint) is tuple else "an object"
+    )
+
+
+def check_positive(config: Any, *names: str) -> None:
+    """Raises `ValueError` naming the first of these fields that is not above zero."""
+    for name in names:
+        value = getattr(config, name)
+        if not value > 0:
+            raise ValueError(f"field {name} must be above 0, got {value}")

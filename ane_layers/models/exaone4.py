@@ -1,0 +1,302 @@
+"""EXAONE 4: post-norm blocks, per-head q and k norms before rotary, grouped-query attention.
+
+Reference: `transformers`' `Exaone4ForCausalLM`; LG AI Research, "EXAONE 4.0", 2025.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ane_layers.layers import (
+    Embedding,
+    FusedGatedFeedForward,
+    GatedFeedForward,
+    GroupedQueryAttention,
+    HeadSharing,
+    KVCache,
+    Linear,
+    OutputHead,
+    RMSNorm,
+    RotaryEmbedding,
+    fuse_linears,
+    merge_heads,
+    rotary_frequencies,
+    rotate,
+    split_heads,
+)
+from ane_layers.models.base import CausalLM
+from ane_layers.models.config import check_positive, load_config, read_fields
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exaone4Config:
+    """The fields of an EXAONE 4 config.json that its arithmetic depends on, under Hugging Face's names.
+
+    `rope_parameters` (transformers 5) is read as well as `rope_theta` with `rope_scaling` (transformers 4).
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    rope_scaling: dict[str, Any] | None = None
+    sliding_window: int | None = None
+    sliding_window_pattern: int | str | None = None
+    layer_types: tuple[str, ...] | None = None
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
+    pad_token_id: int | None = None
+
+    model_type = "exaone4"
+
+    def __post_init__(self) -> None:
+        check_positive(self, "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+        check_positive(self, "num_attention_heads", "num_key_value_heads", "rope_theta", "max_position_embeddings")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"field num_attention_heads ({self.num_attention_heads}) must be a multiple of "
+                f"num_key_value_heads ({self.num_key_value_heads})"
+            )
+        if self.head_dim is None:
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
+        check_positive(self, "head_dim")
+        if self.rms_norm_eps < 0:
+            raise ValueError(f"field rms_norm_eps must not be negative, got {self.rms_norm_eps}")
+        if self.hidden_act != "silu":
+            raise ValueError(f"field hidden_act must be 'silu', got {self.hidden_act!r}")
+        rotary_frequencies(self.head_size, rope_theta=self.rope_theta, rope_scaling=self.rope_scaling)  # refuses
+        if isinstance(self.eos_token_id, list):
+            object.__setattr__(self, "eos_token_id", tuple(self.eos_token_id))
+        object.__setattr__(self, "layer_types", self._layer_types())
+
+    @property
+    def head_size(self) -> int:
+        """D: `head_dim`, which is set once the config has been checked."""
+        assert self.head_dim is not None
+        return self.head_dim
+
+    def _layer_types(self) -> tuple[str, ...]:
+        """One entry per layer. `layer_types` wins over `sliding_window_pattern`, as in Hugging Face."""
+        if self.layer_types is not None:
+            given = tuple(self.layer_types)
+            if len(given) != self.num_hidden_layers:
+                raise ValueError(
+                    f"field layer_types has {len(given)} entries for num_hidden_layers = {self.num_hidden_layers}"
+                )
+            unknown = sorted(set(given) - {FULL, SLIDING})
+            if unknown:
+                raise ValueError(f"field layer_types must hold {FULL!r} or {SLIDING!r}, got {unknown[0]!r}")
+        elif self.sliding_window is None or not self.sliding_window_pattern:
+            given = (FULL,) * self.num_hidden_layers
+        else:
+            given = self._pattern(self.sliding_window_pattern)
+        if SLIDING in given and self.sliding_window is None:
+            raise ValueError(f"field layer_types holds {SLIDING!r} but sliding_window is null")
+        if self.sliding_window is not None:
+            check_positive(self, "sliding_window")
+        return given
+
+    def _pattern(self, pattern: int | str) -> tuple[str, ...]:
+        """4 and "LLLG" mean the same: three local layers, then a global one."""
+        if isinstance(pattern, int):
+            if pattern < 1:
+                raise ValueError(f"field sliding_window_pattern must be at least 1, got {pattern}")
+            pattern = "L" * (pattern - 1) + "G"
+        if set(pattern) - set("LG"):
+            raise ValueError(f"field sliding_window_pattern must be made of L and G, got {pattern!r}")
+        return tuple(
+            SLIDING if pattern[i % len(pattern)] == "L" else FULL for i in range(self.num_hidden_layers)
+        )
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any], *, file: str | Path = "config.json") -> Exaone4Config:
+        """From the contents of a config.json, written by transformers 4 or 5.
+
+        Raises:
+            ValueError: naming the file, the field and the value.
+        """
+        if config.get("model_type") != cls.model_type:
+            raise ValueError(f"{file}: field model_type must be {cls.model_type!r}, got {config.get('model_type')!r}")
+        config = dict(config)
+        rope = config.pop("rope_parameters", None)
+        if rope is not None:
+            if not isinstance(rope, dict) or "rope_theta" not in rope:
+                raise ValueError(f"{file}: field rope_parameters must hold rope_theta, got {rope!r}")
+            config.setdefault("rope_theta", rope["rope_theta"])
+            config.setdefault("rope_scaling", {key: value for key, value in rope.items() if key != "rope_theta"})
+        return read_fields(cls, config, file=file)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> Exaone4Config:
+        """From a Hugging Face model folder. Raises `ValueError` naming the file, the field and the value."""
+        config, path = load_config(folder)
+        return cls.from_dict(config, file=path)
+
+
+class Exaone4Attention(nn.Module):
+    """Self-attention as the checkpoint has it: three projections, a norm for q and one for k, then rotary.
+
+    Shape:
+        - x: `[B, C, 1, S]`
+        - output: `[B, C, 1, S]`
+    """
+
+    def __init__(self, config: Exaone4Config, *, head_sharing: HeadSharing) -> None:
+        super().__init__()
+        heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_size
+        self.q_proj = Linear(config.hidden_size, heads * size)
+        self.k_proj = Linear(config.hidden_size, kv_heads * size)
+        self.v_proj = Linear(config.hidden_size, kv_heads * size)
+        self.o_proj = Linear(heads * size, config.hidden_size)
+        self.q_norm = RMSNorm(size, eps=config.rms_norm_eps)
+        self.k_norm = RMSNorm(size, eps=config.rms_norm_eps)
+        self.attention = GroupedQueryAttention(
+            num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=size, head_sharing=head_sharing
+        )
+
+    def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query `[B, H, S, D]`, key and value `[B, K, S, D]`."""
+        attention = self.attention
+        query = self.q_norm(split_heads(self.q_proj(x), attention.num_attention_heads))
+        key = self.k_norm(split_heads(self.k_proj(x), attention.num_key_value_heads))
+        value = split_heads(self.v_proj(x), attention.num_key_value_heads)
+        return rotate(query, cos, sin), rotate(key, cos, sin), value
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, cache: KVCache, layer: int, position: Tensor
+    ) -> Tensor:
+        query, key, value = self.heads(x, cos, sin)
+        key, value = cache.update(layer, key, value, position)
+        return self.o_proj(merge_heads(self.attention(query, key, value, mask)))
+
+
+class FusedExaone4Attention(Exaone4Attention):
+    """The same with one projection, and q and k normed and rotated together. The score's scale is part of the norm's weight."""
+
+    def __init__(self, plain: Exaone4Attention) -> None:
+        nn.Module.__init__(self)
+        old = plain.attention
+        self.qkv_proj = fuse_linears([plain.q_proj, plain.k_proj, plain.v_proj])
+        self.o_proj = plain.o_proj
+        # One weight row per head, [1, H + K, 1, D]. Rotation is linear, so the scale may be applied before it.
+        rows = [(plain.q_norm.weight.float() * old.scale).expand(old.num_attention_heads, -1)]
+        rows += [plain.k_norm.weight.float().expand(old.num_key_value_heads, -1)]
+        self.qk_norm = RMSNorm(old.head_dim, eps=plain.q_norm.eps)
+        self.qk_norm.weight = nn.Parameter(torch.cat(rows)[None, :, None].detach(), requires_grad=False)
+        self.attention = GroupedQueryAttention(
+            num_attention_heads=old.num_attention_heads,
+            num_key_value_heads=old.num_key_value_heads,
+            head_dim=old.head_dim,
+            scale=1.0,
+            head_sharing=old.head_sharing,
+        )
+
+    def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h, k = self.attention.num_attention_heads, self.attention.num_key_value_heads
+        query_key, value = split_heads(self.qkv_proj(x), h + 2 * k).split([h + k, k], dim=1)
+        query, key = rotate(self.qk_norm(query_key), cos, sin).split([h, k], dim=1)
+        return query, key, value
+
+
+class Exaone4DecoderLayer(nn.Module):
+    """Post-norm: what attention and feed-forward return is normed, then added.
+
+    Shape:
+        - x: `[B, C, 1, S]`
+        - output: `[B, C, 1, S]`
+    """
+
+    def __init__(self, config: Exaone4Config, *, head_sharing: HeadSharing) -> None:
+        super().__init__()
+        self.self_attn = Exaone4Attention(config, head_sharing=head_sharing)
+        self.mlp: nn.Module = GatedFeedForward(config.hidden_size, config.intermediate_size)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dim=1)
+        self.post_feedforward_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dim=1)
+
+    def forward(self, x: Tensor, *attention_inputs: Any) -> Tensor:
+        x = x + self.post_attention_layernorm(self.self_attn(x, *attention_inputs))
+        return x + self.post_feedforward_layernorm(self.mlp(x))
+
+    def fuse(self) -> None:
+        if isinstance(self.mlp, GatedFeedForward):
+            self.self_attn = FusedExaone4Attention(self.self_attn)
+            self.mlp = FusedGatedFeedForward(self.mlp)
+
+
+class Exaone4Model(nn.Module):
+    """Embedding, decoder layers and final norm, named as in the checkpoint."""
+
+    def __init__(self, config: Exaone4Config, *, head_sharing: HeadSharing) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            Exaone4DecoderLayer(config, head_sharing=head_sharing) for _ in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dim=1)
+
+
+class Exaone4(CausalLM):
+    """EXAONE 4 with a KV cache, ready for Core ML. See `CausalLM` for loading, running and converting."""
+
+    config_class = Exaone4Config
+    config: Exaone4Config
+
+    def __init__(
+        self,
+        config: Exaone4Config,
+        *,
+        context_length: int,
+        head_sharing: HeadSharing = "fold",
+        head_pieces: int = 16,
+    ) -> None:
+        super().__init__(config, context_length=context_length)
+        if config.sliding_window is not None:
+            raise ValueError(
+                f"EXAONE 4 with sliding-window layers (sliding_window = {config.sliding_window}, as in the 32B model) "
+                "is not supported yet; models in which every layer attends to everything are"
+            )
+        self.head_sharing = head_sharing
+        self.model = Exaone4Model(config, head_sharing=head_sharing)
+        self.lm_head = OutputHead(config.hidden_size, config.vocab_size, pieces=head_pieces)
+        self.allocate()
+
+    def allocate(self) -> None:
+        config = self.config
+        frequencies = rotary_frequencies(config.head_size, rope_theta=config.rope_theta, rope_scaling=config.rope_scaling)
+        self.rotary = RotaryEmbedding(frequencies, max_positions=self.context_length)
+        self.cache = KVCache(
+            num_layers=config.num_hidden_layers,
+            num_key_value_heads=config.num_key_value_heads,
+            head_dim=config.head_size,
+            context_length=self.context_length,
+        )
+
+    def forward(self, input_ids: Tensor, position: Tensor, causal_mask: Tensor, *, last_only: bool = False) -> Tensor:
+        length = input_ids.shape[1]
+        cos, sin = self.rotary(position, length)
+        mask = self.model.layers[0].self_attn.attention.align_mask(causal_mask, length)
+        x = self.model.embed_tokens(input_ids)
+        for i, layer in enumerate(self.model.layers):
+            x = layer(x, cos, sin, mask, self.cache, i, position)
+        if last_only and length > 1:
+            x = x[:, :, :, -1:]
+        return self.lm_head(self.model.norm(x))
+
+    def fuse(self) -> None:
+        for layer in self.model.layers:
+            layer.fuse()
