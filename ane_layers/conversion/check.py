@@ -1,0 +1,133 @@
+"""Checks on a finished package, read back from disk."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ane_layers.conversion.errors import ConversionError
+from ane_layers.program import Function, Operation, Package, Reference, TensorType
+
+WEIGHT_LIMIT = 2_000_000_000
+"""Bytes of weights from which a warning is given; programs near 2 GB fail on devices (coremltools issue 1807)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expectations:
+    """What a package must be, beyond being readable.
+
+    Args:
+        state_writes: how often each function writes each state. None: at least once.
+        tile: whether operations that only repeat data are accepted.
+        highest_rank: of any value.
+    """
+
+    state_writes: int | None = None
+    tile: bool = True
+    highest_rank: int = 5
+
+
+def check_package(
+    package: Package,
+    *,
+    inputs: Mapping[str, Mapping[str, tuple[str, tuple[int, ...]]]],
+    outputs: Mapping[str, Iterable[str]],
+    states: Mapping[str, tuple[int, ...]],
+    expectations: Expectations,
+) -> None:
+    """Holds the package against what was asked for.
+
+    Args:
+        package: as read from disk.
+        inputs: name, dtype and shape of every input, by function.
+        outputs: names of the outputs, by function.
+        states: shape of every state.
+        expectations: see there.
+
+    Raises:
+        ConversionError: naming the function and what is wrong.
+    """
+    if set(package.functions) != set(inputs):
+        raise ConversionError(f"the package has functions {sorted(package.functions)}, expected {sorted(inputs)}")
+    for name, function in package.functions.items():
+        _check_features(function, inputs[name], outputs[name], states)
+        _check_states(function, states, expectations)
+        _check_graph(function, expectations)
+
+
+def _check_features(
+    function: Function,
+    inputs: Mapping[str, tuple[str, tuple[int, ...]]],
+    outputs: Iterable[str],
+    states: Mapping[str, tuple[int, ...]],
+) -> None:
+    found = {value.name: (value.tensor_type.dtype, value.tensor_type.shape) for value in function.inputs}
+    # A function that does not use an input loses it.
+    wrong = {name: found.get(name) for name, wanted in inputs.items() if found.get(name) != wanted}
+    if wrong:
+        name, actual = next(iter(wrong.items()))
+        raise ConversionError(f"function {function.name}: input {name} is {actual}, expected {inputs[name]}")
+    if extra := sorted(set(found) - set(inputs)):
+        raise ConversionError(f"function {function.name}: unexpected input {extra[0]}")
+    names = [value.name for value in function.outputs]
+    if names != list(outputs):
+        raise ConversionError(f"function {function.name}: outputs are {names}, expected {list(outputs)}")
+    kept = {value.name: value.tensor_type for value in function.states}
+    for name, shape in states.items():
+        if name not in kept:
+            raise ConversionError(f"function {function.name}: state {name} was lost; is it read and written in forward?")
+        if kept[name] != TensorType("fp16", shape):
+            raise ConversionError(f"function {function.name}: state {name} is {kept[name]}, expected fp16{list(shape)}")
+
+
+def _check_states(function: Function, states: Mapping[str, tuple[int, ...]], expectations: Expectations) -> None:
+    outputs = {value.name for value in function.outputs}
+    producers = {value.name: operation for operation in function.block.walk() for value in operation.outputs}
+    writes: Counter[str] = Counter()
+    for operation in function.block.walk():
+        if operation.type != "write_state":
+            continue
+        state = _reference(operation, "input")
+        writes[state] += 1
+        written = {_reference(operation, "data")}
+        update = producers.get(next(iter(written)))
+        if update is not None and update.type == "slice_update":
+            written.add(_reference(update, "update"))
+        if both := written & outputs:
+            raise ConversionError(
+                f"function {function.name}: {both.pop()} is an output and is written to state {state}, which crashes Core ML "
+                "(coremltools issue 2713); return a value of its own"
+            )
+    for operation in function.block.walk():
+        if operation.type == "read_state" and writes[_reference(operation, "input")]:
+            if both := {value.name for value in operation.outputs} & outputs:
+                raise ConversionError(
+                    f"function {function.name}: output {both.pop()} is the written state {_reference(operation, 'input')} itself, "
+                    "which crashes Core ML (coremltools issue 2713); read the state from the host"
+                )
+    for name in states:
+        wanted = expectations.state_writes
+        if writes[name] == 0 or (wanted is not None and writes[name] != wanted):
+            expected = "at least once" if wanted is None else f"{wanted} times"
+            raise ConversionError(
+                f"function {function.name}: state {name} is written {writes[name]} times, expected {expected}; an assignment "
+                "with an index in place of a slice is lost by the converter: write cache[..., i : i + n, :] = x"
+            )
+
+
+def _check_graph(function: Function, expectations: Expectations) -> None:
+    for operation in function.block.walk():
+        if operation.type == "tile" and not expectations.tile:
+            raise ConversionError(f"function {function.name}: {operation.name} is a tile operation, which repeats data")
+        for value in operation.outputs:
+            if isinstance(value.type, TensorType) and value.type.rank > expectations.highest_rank:
+                raise ConversionError(
+                    f"function {function.name}: {operation.type} {operation.name} has rank {value.type.rank} "
+                    f"({value.type}), above {expectations.highest_rank}"
+                )
+
+
+def _reference(operation: Operation, name: str) -> str:
+    argument = operation.inputs[name][0]
+    return argument.name if isinstance(argument, Reference) else ""
