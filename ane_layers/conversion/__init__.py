@@ -1,7 +1,7 @@
 """PyTorch modules to Core ML programs. The only part that imports coremltools' converter, and only when something is converted."""
 
 from ane_layers.conversion.check import Expectations
-from ane_layers.conversion.convert import convert
+from ane_layers.conversion.converter import convert
 from ane_layers.conversion.errors import ConversionError
 from ane_layers.conversion.tracing import FunctionSpec
 

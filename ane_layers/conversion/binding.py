@@ -68,11 +68,11 @@ def _parts(weights: Mapping[str, Tensor]) -> dict[str, list[tuple[str, int]]]:
     parts = {}
     for paths in by_storage.values():
         whole = max(paths, key=lambda path: weights[path].numel())
-        first = weights[whole].storage_offset()
+        first = int(weights[whole].storage_offset())
         last = first + weights[whole].numel()
         views = []
         for path in paths:
-            start = weights[path].storage_offset() - first
+            start = int(weights[path].storage_offset()) - first
             within = start >= 0 and start + weights[path].numel() <= last - first
             # A record must begin at a multiple of 64 bytes; a piece that does not is stored by itself.
             if path != whole and within and weights[path].dtype == weights[whole].dtype and 2 * start % ALIGNMENT == 0:
@@ -82,7 +82,9 @@ def _parts(weights: Mapping[str, Tensor]) -> dict[str, list[tuple[str, int]]]:
     return parts
 
 
-def bind_function(function: Any, bound: Mapping[str, BoundWeight], source: WeightFile | None, writer: WeightWriter) -> None:
+def bind_function(
+    function: Any, bound: Mapping[str, BoundWeight], source: WeightFile | None, writer: WeightWriter
+) -> None:
     """Completes one function's protobuf message in place.
 
     Inputs that stand for weights become constants over the weight file; the function's own constants move from the converter's file.
@@ -141,7 +143,9 @@ def _move(value: Any, source: WeightFile | None, writer: WeightWriter) -> None:
     value.blobFileValue.offset = writer.add(record.dtype, source.data(record), padding_bits=record.padding_bits)
 
 
-def merge_functions(specs: Mapping[str, Any], bound: Mapping[str, BoundWeight], files: Mapping[str, Path], writer: WeightWriter) -> Any:
+def merge_functions(
+    specs: Mapping[str, Any], bound: Mapping[str, BoundWeight], files: Mapping[str, Path], writer: WeightWriter
+) -> Any:
     """One multifunction model specification out of several with one function each; the first is the default.
 
     Args:

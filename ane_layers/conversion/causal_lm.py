@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ane_layers.conversion.check import Expectations
-from ane_layers.conversion.convert import convert
+from ane_layers.conversion.converter import convert
 from ane_layers.conversion.tracing import FunctionSpec
 from ane_layers.models.base import CausalLM
 from ane_layers.program import Package

@@ -70,13 +70,21 @@ def _check_features(
         raise ConversionError(f"function {function.name}: input {name} is {actual}, expected {inputs[name]}")
     if extra := sorted(set(found) - set(inputs)):
         raise ConversionError(f"function {function.name}: unexpected input {extra[0]}")
+    used = _effective(function)
+    if idle := [name for name in inputs if name not in used]:
+        raise ConversionError(
+            f"function {function.name}: input {idle[0]} has no effect; a value that is read from a tensor by int() or .item() while "
+            "tracing becomes a constant"
+        )
     names = [value.name for value in function.outputs]
     if names != list(outputs):
         raise ConversionError(f"function {function.name}: outputs are {names}, expected {list(outputs)}")
     kept = {value.name: value.tensor_type for value in function.states}
     for name, shape in states.items():
         if name not in kept:
-            raise ConversionError(f"function {function.name}: state {name} was lost; is it read and written in forward?")
+            raise ConversionError(
+                f"function {function.name}: state {name} was lost; is it read and written in forward?"
+            )
         if kept[name] != TensorType("fp16", shape):
             raise ConversionError(f"function {function.name}: state {name} is {kept[name]}, expected fp16{list(shape)}")
 
@@ -100,12 +108,12 @@ def _check_states(function: Function, states: Mapping[str, tuple[int, ...]], exp
                 "(coremltools issue 2713); return a value of its own"
             )
     for operation in function.block.walk():
-        if operation.type == "read_state" and writes[_reference(operation, "input")]:
-            if both := {value.name for value in operation.outputs} & outputs:
-                raise ConversionError(
-                    f"function {function.name}: output {both.pop()} is the written state {_reference(operation, 'input')} itself, "
-                    "which crashes Core ML (coremltools issue 2713); read the state from the host"
-                )
+        written_state = operation.type == "read_state" and writes[_reference(operation, "input")] > 0
+        if written_state and (both := {value.name for value in operation.outputs} & outputs):
+            raise ConversionError(
+                f"function {function.name}: output {both.pop()} is the written state {_reference(operation, 'input')} itself, "
+                "which crashes Core ML (coremltools issue 2713); read the state from the host"
+            )
     for name in states:
         wanted = expectations.state_writes
         if writes[name] == 0 or (wanted is not None and writes[name] != wanted):
@@ -126,6 +134,17 @@ def _check_graph(function: Function, expectations: Expectations) -> None:
                     f"function {function.name}: {operation.type} {operation.name} has rank {value.type.rank} "
                     f"({value.type}), above {expectations.highest_rank}"
                 )
+
+
+def _effective(function: Function) -> set[str]:
+    """Names of all values that an output or a state depends on."""
+    live = {value.name for value in function.outputs}
+    for operation in reversed(function.block.operations):
+        if operation.type == "write_state" or operation.blocks or live & {value.name for value in operation.outputs}:
+            parts = [operation, *(inner for block in operation.blocks for inner in block.walk())]
+            arguments = [argument for part in parts for values in part.inputs.values() for argument in values]
+            live |= {argument.name for argument in arguments if isinstance(argument, Reference)}
+    return live
 
 
 def _reference(operation: Operation, name: str) -> str:

@@ -9,7 +9,17 @@ from coremltools.converters.mil.mil.passes.graph_pass import AbstractGraphPass
 from coremltools.converters.mil.mil.passes.pass_registry import register_pass
 
 # What must stay where it is: each run of it reads, writes or draws something.
-_EFFECTS = ("read_state", "write_state", "coreml_update_state", "random_", "const", "while_loop", "cond", "make_list", "list_")
+_EFFECTS = (
+    "read_state",
+    "write_state",
+    "coreml_update_state",
+    "random_",
+    "const",
+    "while_loop",
+    "cond",
+    "make_list",
+    "list_",
+)
 _LARGEST_COMPARED = 64
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ane_layers.conversion.errors import ConversionError
+from ane_layers.conversion.quiet import quiet_coremltools
 from ane_layers.layers import Embedding, Linear
 
 # The modules whose weights are bound late. Only ours: for others, passes that fold a constant weight with its neighbours must be able to
@@ -38,7 +39,7 @@ class FunctionSpec:
 
 def late_bound_weights(module: nn.Module) -> dict[str, Tensor]:
     """The weights that are left out while tracing, by the name of the constant that they become."""
-    weights = {}
+    weights: dict[str, Tensor] = {}
     for path, part in module.named_modules(remove_duplicate=False):
         if isinstance(part, _LATE_BOUND):
             weights[f"{path}.weight" if path else "weight"] = part.weight
@@ -68,7 +69,9 @@ class _Traceable(nn.Module):
 
 
 @contextlib.contextmanager
-def _prepared(module: nn.Module, states: Mapping[str, str], weights: list[str], traceable: _Traceable) -> Iterator[None]:
+def _prepared(
+    module: nn.Module, states: Mapping[str, str], weights: list[str], traceable: _Traceable
+) -> Iterator[None]:
     """Moves what tracing must see elsewhere, and puts everything back.
 
     Late-bound weights leave their modules; other parameters and buffers are seen in fp32, which the converter's front end wants; states
@@ -84,6 +87,7 @@ def _prepared(module: nn.Module, states: Mapping[str, str], weights: list[str], 
             part = module.get_submodule(owner)
             buffer = part._buffers.pop(leaf)
             assert buffer is not None
+            buffer = buffer.float()
             part.__dict__[leaf] = buffer
             traceable.register_buffer(name, buffer)
         late = set(weights)
@@ -114,9 +118,10 @@ def converted(module: nn.Module, spec: FunctionSpec, states: Mapping[str, str]) 
     Raises:
         ConversionError: if the module cannot be traced or converted.
     """
-    import coremltools as ct
+    with quiet_coremltools():
+        import coremltools as ct
 
-    from ane_layers.conversion.passes import pipeline
+        from ane_layers.conversion.passes import pipeline
 
     late = late_bound_weights(module)
     shapes = {path: tuple(weight.shape) for path, weight in late.items()}
@@ -124,16 +129,20 @@ def converted(module: nn.Module, spec: FunctionSpec, states: Mapping[str, str]) 
     placeholders = [torch.zeros(()).expand(shape) for shape in shapes.values()]
     examples = [value.float() if value.is_floating_point() else value.int() for value in spec.inputs.values()]
     state_types = [
-        ct.StateType(wrapped_type=ct.TensorType(shape=tuple(module.get_buffer(path).shape), dtype=np.float16), name=name)
+        ct.StateType(
+            wrapped_type=ct.TensorType(shape=tuple(module.get_buffer(path).shape), dtype=np.float16), name=name
+        )
         for name, path in states.items()
     ]
     traceable = _Traceable(module, list(shapes), spec.arguments)
-    with _prepared(module, states, list(shapes), traceable):
+    with _prepared(module, states, list(shapes), traceable), quiet_coremltools():
+        versions = {name: buffer._version for name, buffer in traceable.named_buffers()}
         try:
             with torch.no_grad():
                 traced = torch.jit.trace(traceable, (*placeholders, *examples), check_trace=False)
         except Exception as error:
             raise ConversionError(f"tracing {type(module).__name__} failed: {error}") from error
+        _check_changed_buffers(traceable, versions, states)
         inputs = [
             ct.TensorType(name=constant_name(path), shape=shape, dtype=np.float16) for path, shape in shapes.items()
         ]
@@ -152,3 +161,14 @@ def converted(module: nn.Module, spec: FunctionSpec, states: Mapping[str, str]) 
             )
         except Exception as error:
             raise ConversionError(f"converting {type(module).__name__} failed: {error}") from error
+
+
+def _check_changed_buffers(traceable: nn.Module, versions: Mapping[str, int], states: Mapping[str, str]) -> None:
+    """Refuses a buffer that `forward` changes and that is no state: converted, it would be a constant, and the change forgotten."""
+    for name, buffer in traceable.named_buffers():
+        if name not in states and buffer._version != versions[name]:
+            path = name.removeprefix("module.")
+            raise ConversionError(
+                f"forward changes buffer {path}, which is not among the states: its contents would be lost between calls "
+                f"(coremltools issue 1726); pass states={{'{path.rpartition('.')[2]}': '{path}'}}"
+            )

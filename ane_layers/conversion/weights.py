@@ -74,7 +74,7 @@ class WeightWriter:
         for start, size in wholes:
             if start % ALIGNMENT or start + size > raw.nbytes:
                 raise ValueError(f"part {start} + {size} of a blob of {raw.nbytes} bytes is not aligned or not inside")
-        key = (f"{dtype} {wholes}", hashlib.sha256(raw).digest())
+        key = (f"{dtype} {wholes}", hashlib.sha256(raw.data).digest())
         if key not in self._offsets:
             self._offsets[key] = self._write(dtype, raw, wholes, padding_bits)
         first = self._offsets[key]

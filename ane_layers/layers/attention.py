@@ -151,4 +151,3 @@ def merge_heads(x: Tensor) -> Tensor:
     if x.shape[2] == 1:
         return x.reshape(x.shape[0], x.shape[1] * x.shape[3], 1, 1)
     return rearrange(x, "b h s d -> b (h d) 1 s")
-

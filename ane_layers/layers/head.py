@@ -10,6 +10,10 @@ from torch import Tensor, nn
 from ane_layers.layers.linear import Linear
 
 
+SMALLEST_AXIS_LIMIT = 16_384
+"""The longest axis that every known engine takes (A15, M2 and before). Source: ANEForge's notes, of medium confidence."""
+
+
 class OutputHead(nn.Module):
     """Logits by several 1×1 convolutions, each over a piece of the vocabulary.
 
@@ -21,7 +25,7 @@ class OutputHead(nn.Module):
     Args:
         hidden_size: C.
         vocab_size: rows of the table.
-        pieces: into how many convolutions it is split.
+        pieces: into how many convolutions it is split; by default 1 up to a vocabulary of 16,384 and 16 beyond.
 
     Shape:
         - input: `[B, C, 1, S]`
@@ -33,14 +37,18 @@ class OutputHead(nn.Module):
     Source: Anemll advises 16 pieces; CoreML-LLM measured a small loss by splitting a vocabulary of 262k. Hence a setting.
     """
 
-    def __init__(self, hidden_size: int, vocab_size: int, *, pieces: int = 16) -> None:
+    def __init__(self, hidden_size: int, vocab_size: int, *, pieces: int | None = None) -> None:
         super().__init__()
+        if pieces is None:
+            pieces = 1 if vocab_size <= SMALLEST_AXIS_LIMIT else 16
         if not 1 <= pieces <= vocab_size:
             raise ValueError(f"OutputHead: pieces must be within 1 … {vocab_size}, got {pieces}")
         size = -(-vocab_size // pieces)
         last = vocab_size - size * (pieces - 1)
         if last < 1:
-            raise ValueError(f"OutputHead: {pieces} pieces of {size} rows leave none for the last; vocab_size is {vocab_size}")
+            raise ValueError(
+                f"OutputHead: {pieces} pieces of {size} rows leave none for the last; vocab_size is {vocab_size}"
+            )
         self.hidden_size = hidden_size
         self.vocab_size = vocab_size
         self.sizes = [size] * (pieces - 1) + [last]

@@ -70,5 +70,7 @@ def fuse_linears(linears: Sequence[Linear]) -> Linear:
         fused = Linear(widths.pop(), sum(linear.out_features for linear in linears), bias=biases[0] is not None)
     fused.weight = nn.Parameter(torch.cat([linear.weight.detach() for linear in linears]), requires_grad=False)
     if biases[0] is not None:
-        fused.bias = nn.Parameter(torch.cat([bias.detach() for bias in biases if bias is not None]), requires_grad=False)
+        fused.bias = nn.Parameter(
+            torch.cat([bias.detach() for bias in biases if bias is not None]), requires_grad=False
+        )
     return fused

@@ -46,7 +46,7 @@ class RMSNorm(nn.Module):
         shape[dim] = 1
         extended = torch.cat([x, x.new_full(shape, (self.size * self.eps) ** 0.5)], dim=dim)
         length = torch.linalg.vector_norm(extended, dim=dim, keepdim=True)
-        weight = self.weight
+        weight: Tensor = self.weight
         if weight.ndim == 1:
             weight = weight.view(self.size, *[1] * (x.ndim - 1 - dim))  # [C, 1, …]: C stands at `dim`
         return x / length * (weight * self.size**0.5)

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import types
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -57,7 +57,9 @@ def load_config(folder: str | Path) -> tuple[dict[str, Any], Path]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}); a Hugging Face model folder is expected") from error
+        raise ValueError(
+            f"{path}: cannot be read ({error.strerror}); a Hugging Face model folder is expected"
+        ) from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start})") from error
     try:
@@ -69,7 +71,9 @@ def load_config(folder: str | Path) -> tuple[dict[str, Any], Path]:
     return config, path
 
 
-def read_fields(cls: type[Config], config: Mapping[str, Any], *, file: str | Path, ignore: Collection[str] = ()) -> Config:
+def read_fields(
+    cls: type[Config], config: Mapping[str, Any], *, file: str | Path, ignore: Collection[str] = ()
+) -> Config:
     """Fills a dataclass from a config.json: every field without a default must be there, of its type; no other may be.
 
     A field that a family does not handle is refused rather than dropped, since it may change the arithmetic.
@@ -127,3 +131,58 @@ def check_positive(config: Any, *names: str) -> None:
         value = getattr(config, name)
         if not value > 0:
             raise ValueError(f"field {name} must be above 0, got {value}")
+
+
+def check_model_type(cls: Any, config: Mapping[str, Any], *, file: str | Path) -> None:
+    """Raises `ValueError` if a config.json is of another family than `cls.model_type`."""
+    found = config.get("model_type")
+    if found != cls.model_type:
+        hint = " (EXAONE 3.x, another architecture)" if found == "exaone" else ""
+        raise ValueError(f"{file}: field model_type must be {cls.model_type!r}, got {found!r}{hint}")
+
+
+def with_rope_fields(config: Mapping[str, Any], *, file: str | Path) -> dict[str, Any]:
+    """The config with `rope_theta` and `rope_scaling`, as transformers 4 writes them, also if transformers 5 wrote `rope_parameters`."""
+    config = dict(config)
+    rope = config.pop("rope_parameters", None)
+    if rope is None:
+        return config
+    if not isinstance(rope, dict) or "rope_theta" not in rope:
+        raise ValueError(f"{file}: field rope_parameters must hold rope_theta, got {json.dumps(rope)}")
+    config.setdefault("rope_theta", rope["rope_theta"])
+    config.setdefault("rope_scaling", {key: value for key, value in rope.items() if key != "rope_theta"})
+    return config
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def layer_types(
+    num_hidden_layers: int, *, layer_types: Sequence[str] | None, sliding_window: int | None, pattern: int | str | None
+) -> tuple[str, ...]:
+    """The kind of attention of every layer. `layer_types` wins over a pattern, as in Hugging Face; 4 and "LLLG" mean the same pattern.
+
+    Raises:
+        ValueError: for a wrong length, an unknown kind or letter, or a sliding layer without a window.
+    """
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"field sliding_window must be above 0, got {sliding_window}")
+    if layer_types is not None:
+        types = tuple(layer_types)
+        if len(types) != num_hidden_layers:
+            raise ValueError(f"field layer_types has {len(types)} entries for num_hidden_layers = {num_hidden_layers}")
+        unknown = sorted(set(types) - {FULL, SLIDING})
+        if unknown:
+            raise ValueError(f"field layer_types must hold {FULL!r} or {SLIDING!r}, got {unknown[0]!r}")
+    elif sliding_window is None or not pattern:
+        types = (FULL,) * num_hidden_layers
+    else:
+        letters = "L" * (pattern - 1) + "G" if isinstance(pattern, int) else pattern
+        if isinstance(pattern, int) and pattern < 1:
+            raise ValueError(f"field sliding_window_pattern must be at least 1, got {pattern}")
+        if set(letters) - set("LG"):
+            raise ValueError(f"field sliding_window_pattern must be made of L and G, got {pattern!r}")
+        types = tuple(SLIDING if letters[i % len(letters)] == "L" else FULL for i in range(num_hidden_layers))
+    if SLIDING in types and sliding_window is None:
+        raise ValueError(f"field layer_types holds {SLIDING!r} but sliding_window is null")
+    return types

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +30,14 @@ from ane_layers.layers import (
     split_heads,
 )
 from ane_layers.models.base import CausalLM
-from ane_layers.models.config import check_positive, load_config, read_fields
-
-FULL, SLIDING = "full_attention", "sliding_attention"
+from ane_layers.models.config import (
+    check_model_type,
+    check_positive,
+    layer_types,
+    load_config,
+    read_fields,
+    with_rope_fields,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,46 +87,19 @@ class Exaone4Config:
         rotary_frequencies(self.head_size, rope_theta=self.rope_theta, rope_scaling=self.rope_scaling)  # refuses
         if isinstance(self.eos_token_id, list):
             object.__setattr__(self, "eos_token_id", tuple(self.eos_token_id))
-        object.__setattr__(self, "layer_types", self._layer_types())
+        types = layer_types(
+            self.num_hidden_layers,
+            layer_types=self.layer_types,
+            sliding_window=self.sliding_window,
+            pattern=self.sliding_window_pattern,
+        )
+        object.__setattr__(self, "layer_types", types)
 
     @property
     def head_size(self) -> int:
         """D: `head_dim`, which is set once the config has been checked."""
         assert self.head_dim is not None
         return self.head_dim
-
-    def _layer_types(self) -> tuple[str, ...]:
-        """One entry per layer. `layer_types` wins over `sliding_window_pattern`, as in Hugging Face."""
-        if self.layer_types is not None:
-            given = tuple(self.layer_types)
-            if len(given) != self.num_hidden_layers:
-                raise ValueError(
-                    f"field layer_types has {len(given)} entries for num_hidden_layers = {self.num_hidden_layers}"
-                )
-            unknown = sorted(set(given) - {FULL, SLIDING})
-            if unknown:
-                raise ValueError(f"field layer_types must hold {FULL!r} or {SLIDING!r}, got {unknown[0]!r}")
-        elif self.sliding_window is None or not self.sliding_window_pattern:
-            given = (FULL,) * self.num_hidden_layers
-        else:
-            given = self._pattern(self.sliding_window_pattern)
-        if SLIDING in given and self.sliding_window is None:
-            raise ValueError(f"field layer_types holds {SLIDING!r} but sliding_window is null")
-        if self.sliding_window is not None:
-            check_positive(self, "sliding_window")
-        return given
-
-    def _pattern(self, pattern: int | str) -> tuple[str, ...]:
-        """4 and "LLLG" mean the same: three local layers, then a global one."""
-        if isinstance(pattern, int):
-            if pattern < 1:
-                raise ValueError(f"field sliding_window_pattern must be at least 1, got {pattern}")
-            pattern = "L" * (pattern - 1) + "G"
-        if set(pattern) - set("LG"):
-            raise ValueError(f"field sliding_window_pattern must be made of L and G, got {pattern!r}")
-        return tuple(
-            SLIDING if pattern[i % len(pattern)] == "L" else FULL for i in range(self.num_hidden_layers)
-        )
 
     @classmethod
     def from_dict(cls, config: dict[str, Any], *, file: str | Path = "config.json") -> Exaone4Config:
@@ -130,16 +108,8 @@ class Exaone4Config:
         Raises:
             ValueError: naming the file, the field and the value.
         """
-        if config.get("model_type") != cls.model_type:
-            raise ValueError(f"{file}: field model_type must be {cls.model_type!r}, got {config.get('model_type')!r}")
-        config = dict(config)
-        rope = config.pop("rope_parameters", None)
-        if rope is not None:
-            if not isinstance(rope, dict) or "rope_theta" not in rope:
-                raise ValueError(f"{file}: field rope_parameters must hold rope_theta, got {rope!r}")
-            config.setdefault("rope_theta", rope["rope_theta"])
-            config.setdefault("rope_scaling", {key: value for key, value in rope.items() if key != "rope_theta"})
-        return read_fields(cls, config, file=file)
+        check_model_type(cls, config, file=file)
+        return read_fields(cls, with_rope_fields(config, file=file), file=file)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Exaone4Config:
@@ -262,7 +232,7 @@ class Exaone4(CausalLM):
         *,
         context_length: int,
         head_sharing: HeadSharing = "fold",
-        head_pieces: int = 16,
+        head_pieces: int | None = None,
     ) -> None:
         super().__init__(config, context_length=context_length)
         if config.sliding_window is not None:
@@ -277,7 +247,9 @@ class Exaone4(CausalLM):
 
     def allocate(self) -> None:
         config = self.config
-        frequencies = rotary_frequencies(config.head_size, rope_theta=config.rope_theta, rope_scaling=config.rope_scaling)
+        frequencies = rotary_frequencies(
+            config.head_size, rope_theta=config.rope_theta, rope_scaling=config.rope_scaling
+        )
         self.rotary = RotaryEmbedding(frequencies, max_positions=self.context_length)
         self.cache = KVCache(
             num_layers=config.num_hidden_layers,
@@ -289,14 +261,17 @@ class Exaone4(CausalLM):
     def forward(self, input_ids: Tensor, position: Tensor, causal_mask: Tensor, *, last_only: bool = False) -> Tensor:
         length = input_ids.shape[1]
         cos, sin = self.rotary(position, length)
-        mask = self.model.layers[0].self_attn.attention.align_mask(causal_mask, length)
+        mask = self.decoder_layers()[0].self_attn.attention.align_mask(causal_mask, length)  # once for all layers
         x = self.model.embed_tokens(input_ids)
-        for i, layer in enumerate(self.model.layers):
+        for i, layer in enumerate(self.decoder_layers()):
             x = layer(x, cos, sin, mask, self.cache, i, position)
         if last_only and length > 1:
             x = x[:, :, :, -1:]
         return self.lm_head(self.model.norm(x))
 
     def fuse(self) -> None:
-        for layer in self.model.layers:
+        for layer in self.decoder_layers():
             layer.fuse()
+
+    def decoder_layers(self) -> list[Exaone4DecoderLayer]:
+        return [cast(Exaone4DecoderLayer, layer) for layer in self.model.layers]

@@ -16,7 +16,6 @@ from ane_layers.conversion.binding import bind_weights, merge_functions
 from ane_layers.conversion.check import WEIGHT_LIMIT, Expectations, check_package
 from ane_layers.conversion.errors import ConversionError
 from ane_layers.conversion.files import move_into_place, workspace, write_manifest
-from ane_layers.conversion.quiet import quiet_coremltools
 from ane_layers.conversion.tracing import FunctionSpec, converted, late_bound_weights
 from ane_layers.conversion.weights import WeightWriter
 from ane_layers.program import Package
@@ -89,7 +88,9 @@ def _functions(
     return {"main": FunctionSpec(inputs=example_inputs, outputs=tuple(outputs))}
 
 
-def _check_arguments(module: nn.Module, target: Path, specs: Mapping[str, FunctionSpec], states: Mapping[str, str]) -> None:
+def _check_arguments(
+    module: nn.Module, target: Path, specs: Mapping[str, FunctionSpec], states: Mapping[str, str]
+) -> None:
     if target.suffix != ".mlpackage":
         raise ValueError(f"{target}: a package's name must end in .mlpackage")
     if target.exists() and not (target / "Manifest.json").is_file():
@@ -102,7 +103,9 @@ def _check_arguments(module: nn.Module, target: Path, specs: Mapping[str, Functi
     for name, buffer in states.items():
         if buffer not in buffers:
             known = ", ".join(sorted(buffers)) or "none"
-            raise ValueError(f"convert: state {name} names buffer {buffer!r}, which the module does not have (it has: {known})")
+            raise ValueError(
+                f"convert: state {name} names buffer {buffer!r}, which the module does not have (it has: {known})"
+            )
         if not buffers[buffer].is_floating_point():
             raise ValueError(f"convert: state {name} is {buffers[buffer].dtype}; Core ML's states are fp16")
         if any(name in (*spec.inputs, *spec.outputs) for spec in specs.values()):
@@ -117,9 +120,11 @@ def _check_range(module: nn.Module, states: set[str]) -> None:
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if name in late or name in states or not tensor.is_floating_point() or tensor.numel() == 0:
             continue
-        finite = tensor[torch.isfinite(tensor)].abs()
+        finite = tensor.detach()[torch.isfinite(tensor)].abs()
         if finite.numel() and float(finite.max()) > LARGEST_FP16:
-            raise ValueError(f"convert: tensor {name} holds {float(finite.max()):g}, which fp16 cannot hold (largest {LARGEST_FP16:g})")
+            raise ValueError(
+                f"convert: tensor {name} holds {float(finite.max()):g}, which fp16 cannot hold (largest {LARGEST_FP16:g})"
+            )
 
 
 def _write(
@@ -133,10 +138,9 @@ def _write(
 ) -> None:
     data = package / "Data/com.apple.CoreML"
     models: dict[str, Any] = {}
-    with quiet_coremltools():
-        for i, (name, spec) in enumerate(specs.items()):
-            say(f"converting function {name} ({i + 1} of {len(specs)})")
-            models[name] = converted(module, spec, states)
+    for i, (name, spec) in enumerate(specs.items()):
+        say(f"converting function {name} ({i + 1} of {len(specs)})")
+        models[name] = converted(module, spec, states)
     sources = {name: Path(model.weights_dir) / "weight.bin" for name, model in models.items() if model.weights_dir}
     files = {name: file for name, file in sources.items() if file.is_file()}
     weights = {path: weight.detach() for path, weight in late_bound_weights(module).items()}
@@ -146,7 +150,8 @@ def _write(
         merged = merge_functions({name: model.get_spec() for name, model in models.items()}, bound, files, writer)
     if writer.bytes_written > WEIGHT_LIMIT:
         warnings.warn(
-            f"the package holds {writer.bytes_written / 1e9:.2f} GB of weights; programs near 2 GB fail to load on devices", stacklevel=4
+            f"the package holds {writer.bytes_written / 1e9:.2f} GB of weights; programs near 2 GB fail to load on devices",
+            stacklevel=4,
         )
     merged.description.metadata.userDefined.update({"ane_layers.version": __version__, **metadata})
     (data / "model.mlmodel").write_bytes(merged.SerializeToString(deterministic=True))
@@ -154,11 +159,16 @@ def _write(
 
 
 def _check(
-    package: Package, module: nn.Module, specs: Mapping[str, FunctionSpec], states: Mapping[str, str], expectations: Expectations
+    package: Package,
+    module: nn.Module,
+    specs: Mapping[str, FunctionSpec],
+    states: Mapping[str, str],
+    expectations: Expectations,
 ) -> None:
     inputs = {
         name: {
-            label: ("fp16" if value.is_floating_point() else "int32", tuple(value.shape)) for label, value in spec.inputs.items()
+            label: ("fp16" if value.is_floating_point() else "int32", tuple(value.shape))
+            for label, value in spec.inputs.items()
         }
         for name, spec in specs.items()
     }

@@ -1,0 +1,178 @@
+"""The command line as a user meets it: exit status, one line of error, results on stdout, nothing half-written."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from ane_layers import __version__, cli
+
+Folder = Callable[..., Path]
+COMMAND = [sys.executable, "-m", "ane_layers.cli"]
+
+
+def ane_layers(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=300, check=False)
+
+
+class InProcess:
+    """The same without starting Python anew: for the many small mistakes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch, self._capsys = monkeypatch, capsys
+
+    def __call__(self, *arguments: object) -> subprocess.CompletedProcess[str]:
+        errors = io.StringIO()
+        self._monkeypatch.setattr(cli, "_err", Console(file=errors, soft_wrap=True))
+        self._monkeypatch.setattr(sys, "argv", ["ane-layers", *map(str, arguments)])
+        self._monkeypatch.setattr(signal, "signal", lambda *_: None)
+        with pytest.raises(SystemExit) as stop, warnings.catch_warnings():
+            cli.main()
+        return subprocess.CompletedProcess(
+            sys.argv, int(stop.value.code or 0), self._capsys.readouterr().out, errors.getvalue()
+        )
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> InProcess:
+    return InProcess(monkeypatch, capsys)
+
+
+@pytest.fixture(scope="module")
+def folder(exaone4_folder: Folder) -> Path:
+    return exaone4_folder(dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def package(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("cli") / "tiny.mlpackage"
+    result = ane_layers("convert", folder, "-o", path, "--context", 32, "--prefill", 4)
+    assert result.returncode == 0, result.stderr
+    assert "converting function prefill (2 of 2)" in result.stderr
+    assert "Failed to load" not in result.stderr  # coremltools' harmless noise (cm 2465)
+    assert "tile operations" in result.stdout
+    return path
+
+
+def test_version() -> None:
+    assert ane_layers("--version").stdout.strip() == __version__
+
+
+def test_inspect_prints_the_contract_s_json(package: Path) -> None:
+    result = ane_layers("inspect", package, "--json")
+    functions = json.loads(result.stdout)["functions"]
+    keys = {"operations", "tile", "highest_rank", "weight_bytes", "state_writes", "inputs", "outputs", "states"}
+    assert set(functions["decode"]) == keys
+    assert functions["decode"]["operations"]["compute"] < functions["decode"]["operations"]["total"]
+    assert ane_layers("inspect", package).returncode == 0
+
+
+def test_verify_prints_the_contract_s_json(package: Path, folder: Path) -> None:
+    result = ane_layers("verify", package, folder, "--tokens", 12, "--json")
+    assert result.returncode == 0, result.stderr
+    values = json.loads(result.stdout)
+    assert set(values) == {"mode", "tokens", "snr_db", "kl", "top1_agreement"}
+    assert (values["mode"], values["tokens"], values["top1_agreement"]) == ("fp32", 12, 1.0)
+    assert values["snr_db"] >= 60
+
+
+def test_verify_fails_below_its_gate(package: Path, folder: Path) -> None:
+    result = ane_layers("verify", package, folder, "--tokens", 12, "--mode", "fp16", "--gate", 150)
+    assert result.returncode == 1
+    assert "below the gate of 150 dB" in result.stderr
+
+
+def test_head_sharing_is_one_flag(folder: Path, package: Path, tmp_path: Path) -> None:
+    path = tmp_path / "repeat.mlpackage"
+    options = ["--context", 32, "--prefill", 4, "--head-sharing", "repeat_kv", "--json"]
+    functions = json.loads(ane_layers("convert", folder, "-o", path, *options).stdout)["functions"]
+    assert functions["decode"]["tile"] == {"count": 4, "bytes": 4 * 8 * 32 * 16 * 2}
+    folded = json.loads(ane_layers("inspect", package, "--json").stdout)["functions"]
+    assert folded["decode"]["tile"] == {"count": 0, "bytes": 0}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["convert", "{missing}", "-o", "{out}"], "config.json: cannot be read"),
+        (
+            ["convert", "{folder}", "-o", "{out}"],
+            "context_length must be within 1 … max_position_embeddings (256), got 4096",
+        ),
+        (["convert", "{folder}", "-o", "{out}", "--context", "32", "--prefill", "33"], "prefill must be within 2 …"),
+        (["convert", "{folder}", "-o", "{dir}/model", "--context", "32", "--prefill", "4"], "must end in .mlpackage"),
+        (
+            ["convert", "{folder}", "-o", "{dir}/no/m.mlpackage", "--context", "32", "--prefill", "4"],
+            "no: is not a folder",
+        ),
+        (
+            ["convert", "{folder}", "-o", "{out}", "--context", "32", "--kv", "deferred"],
+            "--kv deferred is not supported yet",
+        ),
+        (
+            ["convert", "{folder}", "-o", "{out}", "--context", "32", "--head-pieces", "200"],
+            "pieces must be within 1 … 109, got 200",
+        ),
+        (["inspect", "{missing}"], "missing"),
+        (["inspect", "{folder}"], "no .mlpackage"),
+        (["verify", "{missing}", "{folder}"], "missing"),
+        (["verify", "{package}", "{folder}", "--tokens", "33"], "tokens must be within 2 … 32"),
+    ],
+)
+def test_mistakes_are_one_line_and_leave_nothing(
+    in_process: InProcess, arguments: list[str], expected: str, folder: Path, package: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out" / "m.mlpackage"
+    out.parent.mkdir()
+    values = {"missing": tmp_path / "missing", "folder": folder, "out": out, "dir": out.parent, "package": package}
+    result = in_process(*(argument.format(**values) for argument in arguments))
+    assert result.returncode == 1
+    assert result.stdout == ""
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert expected in errors[0]
+    assert list(out.parent.iterdir()) == []
+
+
+def test_unknown_model_type_lists_the_known_ones(in_process: InProcess, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    result = in_process("convert", tmp_path, "-o", tmp_path / "m.mlpackage")
+    assert result.returncode == 1
+    assert "field model_type is 'gpt2'; supported: exaone4" in result.stderr
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupt_leaves_nothing(folder: Path, tmp_path: Path, number: signal.Signals, status: int) -> None:
+    out = tmp_path / "m.mlpackage"
+    # A short stop in the middle, so that the signal comes while a workspace exists.
+    code = (
+        "import sys, time, ane_layers.conversion.converter as c, ane_layers.cli as cli\n"
+        "convert = c.converted\n"
+        "c.converted = lambda *a: (print('begun', flush=True), time.sleep(60), convert(*a))[2]\n"
+        f"sys.argv = ['ane-layers', 'convert', {str(folder)!r}, '-o', {str(out)!r}, '--context', '32', '--prefill', '4']\n"
+        "cli.main()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begun\n"
+    assert any(tmp_path.iterdir())
+    time.sleep(0.2)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == status
+    assert "Traceback" not in errors
+    assert list(tmp_path.iterdir()) == []
