@@ -68,9 +68,9 @@ class Blob:
         return self.record.byte_count
 
     @property
-    def key(self) -> tuple[str, int]:
+    def key(self) -> tuple[object, ...]:
         """The same for every constant that shares this blob."""
-        return str(self.file.path), self.offset
+        return (*self.file.identity, self.offset)
 
     def array(self) -> np.ndarray:
         """The value as an array of `type`'s shape; mapped from the file where its layout allows, else unpacked."""

@@ -65,7 +65,10 @@ class WeightFile:
         self.path = path
         if not path.is_file():
             raise ValueError(f"{path}: weight file is missing")
-        self._size = path.stat().st_size
+        status = path.stat()
+        self._size = status.st_size
+        # A package may be saved anew under the same name while its old weights are still in use.
+        self.identity = (str(path.resolve()), status.st_ino, status.st_mtime_ns, status.st_size)
         if self._size < ALIGNMENT:
             raise ValueError(f"{path}: weight file has {self._size} bytes, less than its {ALIGNMENT}-byte header")
         self._bytes = np.memmap(path, dtype=np.uint8, mode="r")
