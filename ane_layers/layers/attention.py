@@ -38,7 +38,7 @@ class GroupedQueryAttention(nn.Module):
         - output: `[B, H, S, D]`
 
     Raises:
-        ValueError: for sizes that do not divide, or an unknown `head_sharing`.
+        ValueError: for sizes that do not divide, an unknown `head_sharing`, or a mask that is boolean or differs by head.
 
     Source: Ainslie et al., "GQA", 2023.
     """
@@ -53,11 +53,7 @@ class GroupedQueryAttention(nn.Module):
         head_sharing: HeadSharing = "fold",
     ) -> None:
         super().__init__()
-        if num_key_value_heads < 1 or num_attention_heads % num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads ({num_attention_heads}) must be a multiple of "
-                f"num_key_value_heads ({num_key_value_heads})"
-            )
+        _check_heads(num_attention_heads, num_key_value_heads)
         if head_sharing not in get_args(HeadSharing):
             raise ValueError(f"head_sharing must be one of {get_args(HeadSharing)}, got {head_sharing!r}")
         self.num_attention_heads = num_attention_heads
@@ -72,11 +68,14 @@ class GroupedQueryAttention(nn.Module):
         if self.scale != 1.0:
             # The query is the smallest of the three; the order also keeps fp16 scores in range.
             query = query * self.scale
+        if mask is not None:
+            mask = self.align_mask(mask, length)
         if self.head_sharing == "repeat_kv":
             return self._attend(query, self._repeat(key), self._repeat(value), mask)
-        query = rearrange(query, "b (k g) s d -> b k (g s) d", g=self.groups)
-        out = self._attend(query, key, value, None if mask is None else self.align_mask(mask, length))
-        return rearrange(out, "b k (g s) d -> b (k g) s d", g=self.groups)
+        # One reshape: splitting the heads first would pass through rank 5.
+        query = query.reshape(query.shape[0], self.num_key_value_heads, -1, self.head_dim)  # [B, K, G·S, D]
+        out = self._attend(query, key, value, mask)
+        return out.reshape(out.shape[0], self.num_attention_heads, length, self.head_dim)
 
     def align_mask(self, mask: Tensor, length: int) -> Tensor:
         """The mask as the scores need it; a mask that is already aligned is returned as it is.
@@ -85,6 +84,12 @@ class GroupedQueryAttention(nn.Module):
             - mask: `[B, 1, S, T]` or `[B, 1, G·S, T]`
             - output: `[B, 1, G·S, T]` if folded and S > 1, else `[B, 1, S, T]`
         """
+        if mask.dtype == torch.bool:
+            raise ValueError("GroupedQueryAttention takes an additive mask, got a boolean one; see causal_mask")
+        if mask.shape[1] != 1:
+            raise ValueError(
+                f"GroupedQueryAttention takes one mask for all heads, [B, 1, S, T], got {list(mask.shape)}"
+            )
         if self.head_sharing == "repeat_kv" or mask.shape[2] != length:
             return mask
         return fold_mask(mask, self.groups)
@@ -109,6 +114,13 @@ class GroupedQueryAttention(nn.Module):
         )
 
 
+def _check_heads(num_attention_heads: int, num_key_value_heads: int) -> None:
+    if num_key_value_heads < 1 or num_attention_heads % num_key_value_heads:
+        raise ValueError(
+            f"num_attention_heads ({num_attention_heads}) must be a multiple of num_key_value_heads ({num_key_value_heads})"
+        )
+
+
 def contiguous_heads(num_attention_heads: int, num_key_value_heads: int, head_dim: int) -> Tensor:
     """Row numbers that bring interleaved query heads (head h reads KV head h % K) into contiguous order (h // G).
 
@@ -120,10 +132,7 @@ def contiguous_heads(num_attention_heads: int, num_key_value_heads: int, head_di
     Shape:
         - output: int64 `[H·D]`
     """
-    if num_key_value_heads < 1 or num_attention_heads % num_key_value_heads:
-        raise ValueError(
-            f"num_attention_heads ({num_attention_heads}) must be a multiple of num_key_value_heads ({num_key_value_heads})"
-        )
+    _check_heads(num_attention_heads, num_key_value_heads)
     rows = torch.arange(num_attention_heads * head_dim)
     return rearrange(rows, "(g k d) -> (k g d)", k=num_key_value_heads, d=head_dim)
 

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from ane_layers.layers.linear import Linear
 
-
 SMALLEST_AXIS_LIMIT = 16_384
 """The longest axis that every known engine takes (A15, M2 and before). Source: ANEForge's notes, of medium confidence."""
 

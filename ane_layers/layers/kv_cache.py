@@ -59,6 +59,10 @@ class KVCache(nn.Module):
         self.value.zero_()
 
     def update(self, layer: int, key: Tensor, value: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        if not 0 <= layer < self.key.shape[0]:
+            raise ValueError(f"KVCache: layer must be within 0 … {self.key.shape[0] - 1}, got {layer}")
+        if key.shape[0] != self.batch_size:
+            raise ValueError(f"KVCache: key is of batch {key.shape[0]}, the cache of batch_size {self.batch_size}")
         return self._write(self.key, layer, key, position), self._write(self.value, layer, value, position)
 
     def _write(self, cache: Tensor, layer: int, new: Tensor, position: Tensor) -> Tensor:

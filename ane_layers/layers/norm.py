@@ -15,7 +15,8 @@ class RMSNorm(nn.Module):
         sqrt(Σx² + C·eps) = ‖[x, e]‖₂,
 
     so the Euclidean length of the extended row (one `reduce_l2_norm`) is the whole denominator, and `sqrt(C)` goes into the weight, a
-    constant. Four operations: concat, reduce_l2_norm, real_div, mul. Rows up to a root mean square of 65504 / sqrt(C) are in range
+    constant. Four operations: concat, reduce_l2_norm, real_div, mul. That holds for every result in the graph; how wide an engine
+    accumulates inside `reduce_l2_norm` is not documented. Rows up to a root mean square of 65504 / sqrt(C) are in range
     (1447 for C = 2048); a zero row stays zero.
 
     Args:

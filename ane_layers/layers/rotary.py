@@ -34,19 +34,41 @@ def rotary_frequencies(head_dim: int, *, rope_theta: float, rope_scaling: Mappin
     scaling = dict(rope_scaling or {})
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
     if rope_type == "default":
+        _check_keys(scaling, rope_type, ())
         return frequencies
     if rope_type == "llama3":
+        _check_keys(scaling, rope_type, _LLAMA3)
         return _llama3(frequencies, scaling)
     raise ValueError(f"rope_type {rope_type!r} is not supported; known: 'default', 'llama3'")
 
 
-def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    """Long wavelengths are stretched by `factor`, short ones kept, and those between blended linearly in 1 / wavelength."""
-    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+def _check_keys(scaling: Mapping[str, Any], rope_type: str, names: tuple[str, ...]) -> None:
+    """Every parameter must be there and be a number; one that is not known may change the frequencies, and is refused."""
     missing = [name for name in names if scaling.get(name) is None]
     if missing:
-        raise ValueError(f"rope_type 'llama3' lacks {', '.join(missing)}")
-    factor, low, high, context = (float(scaling[name]) for name in names)
+        raise ValueError(f"rope_type {rope_type!r} lacks {', '.join(missing)}")
+    for name in names:
+        value = scaling[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"rope_type {rope_type!r}: {name} must be a finite number, got {value!r}")
+    # A share of 1 rotates all of a head, which is what happens anyway.
+    allowed = {
+        *names,
+        "rope_type",
+        "type",
+        *(["partial_rotary_factor"] if scaling.get("partial_rotary_factor") == 1 else []),
+    }
+    for name in scaling:
+        if name not in allowed:
+            raise ValueError(f"rope_type {rope_type!r}: {name} = {scaling[name]!r} is not supported")
+
+
+def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
+    """Long wavelengths are stretched by `factor`, short ones kept, and those between blended linearly in 1 / wavelength."""
+    factor, low, high, context = (float(scaling[name]) for name in _LLAMA3)
     if factor <= 0 or high <= low or context <= 0:
         raise ValueError(
             f"rope_type 'llama3': impossible factor {factor}, low_freq_factor {low}, high_freq_factor {high}, "

@@ -8,8 +8,9 @@ from torch import Tensor
 def ane_softmax(scores: Tensor, dim: int = -1) -> Tensor:
     """Softmax as reduce_max, sub, exp, reduce_sum, real_div.
 
-    The largest score is taken off first, so that no exponential exceeds 1 and none of the five results can overflow in fp16; a row in
-    which every score is masked by the same large negative value comes out uniform, without NaN.
+    The largest score is taken off first, so that no exponential exceeds 1 and no result overflows in fp16 up to rows of 65,504
+    scores (the sum of a uniform row is its length); a row in which every score is masked by the same large negative value comes out
+    uniform, without NaN.
 
     Args:
         scores: masked attention scores.

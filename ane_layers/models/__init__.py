@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from ane_layers.models.base import CausalLM
-from ane_layers.models.config import load_config
+from ane_layers.models.config import family_hint, load_config
 from ane_layers.models.exaone4 import Exaone4, Exaone4Config
 
 FAMILIES: dict[str, type[CausalLM]] = {"exaone4": Exaone4}
@@ -19,9 +19,9 @@ def from_folder(folder: str | Path, **options: Any) -> CausalLM:
     """
     config, path = load_config(folder)
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
-        raise ValueError(f"{path}: field model_type is {model_type!r}; supported: {known}")
+        raise ValueError(f"{path}: field model_type is {model_type!r}{family_hint(model_type)}; supported: {known}")
     return FAMILIES[model_type].from_pretrained(folder, **options)
 
 

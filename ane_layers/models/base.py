@@ -115,12 +115,20 @@ class CausalLM(nn.Module):
             last_only: whether only the last position's logits are wanted.
 
         Shape:
-            - input_ids: int `[B, S]`
-            - output: `[B, S, V]`, or `[B, 1, V]` with `last_only`
+            - input_ids: int `[1, S]`
+            - output: `[1, S, V]`, or `[1, 1, V]` with `last_only`
 
         Raises:
-            ValueError: if the tokens do not fit the context; the cache is left as it was.
+            ValueError: for another shape, weights that are not fp32, or tokens that do not fit the context; the cache is left as it
+                was.
         """
+        if input_ids.ndim != 2 or input_ids.shape[0] != 1:
+            raise ValueError(f"input_ids must be of shape [1, S], got {list(input_ids.shape)}")
+        types = {parameter.dtype for parameter in self.parameters()} - {torch.float32}
+        if types:
+            raise ValueError(
+                f"dtype of the weights is {types.pop()}, kept for conversion; load with dtype=torch.float32 to run them"
+            )
         length = input_ids.shape[1]
         mask = causal_mask(position, length, self.context_length)
         logits: Tensor = self(input_ids, torch.tensor([position], dtype=torch.int32), mask, last_only=last_only)

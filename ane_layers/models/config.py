@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import types
 import typing
 from collections.abc import Collection, Mapping, Sequence
@@ -66,6 +67,8 @@ def load_config(folder: str | Path) -> tuple[dict[str, Any], Path]:
         config = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: is not valid JSON ({error.msg} at line {error.lineno})") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: is not valid JSON ({error})") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path}: a JSON object is expected, found {type(config).__name__}")
     return config, path
@@ -94,6 +97,7 @@ def read_fields(
     for name, value in values.items():
         if not _is_of(value, hints[name]):
             raise ValueError(f"{file}: field {name} must be {_describe(hints[name])}, got {json.dumps(value)}")
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     try:
         return cls(**values)
     except ValueError as error:
@@ -109,7 +113,8 @@ def _is_of(value: Any, hint: Any) -> bool:
     if origin is not None:
         return isinstance(value, origin)
     if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
+        # Python reads NaN and Infinity from JSON.
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, hint)
@@ -137,21 +142,54 @@ def check_model_type(cls: Any, config: Mapping[str, Any], *, file: str | Path) -
     """Raises `ValueError` if a config.json is of another family than `cls.model_type`."""
     found = config.get("model_type")
     if found != cls.model_type:
-        hint = " (EXAONE 3.x, another architecture)" if found == "exaone" else ""
-        raise ValueError(f"{file}: field model_type must be {cls.model_type!r}, got {found!r}{hint}")
+        raise ValueError(f"{file}: field model_type must be {cls.model_type!r}, got {found!r}{family_hint(found)}")
 
 
-def with_rope_fields(config: Mapping[str, Any], *, file: str | Path) -> dict[str, Any]:
-    """The config with `rope_theta` and `rope_scaling`, as transformers 4 writes them, also if transformers 5 wrote `rope_parameters`."""
+def family_hint(model_type: Any) -> str:
+    """What to say about a `model_type` that is easily mistaken for a supported one."""
+    return " (EXAONE 3.x, another architecture)" if model_type == "exaone" else ""
+
+
+def canonical(config: Mapping[str, Any], *, file: str | Path) -> dict[str, Any]:
+    """A config.json in one form, whichever version of transformers wrote it, with what null stands for filled in.
+
+    - `rope_parameters` (transformers 5) becomes `rope_theta` and `rope_scaling` (transformers 4). Where a file has both, transformers
+      goes by `rope_parameters`; a contradiction is refused here.
+    - Scaling of type default is no scaling; the key `type` of older files is `rope_type`.
+    - A missing `head_dim` is `hidden_size / num_attention_heads`; a pattern of 0 is none.
+
+    Raises:
+        ValueError: naming the file, the field and the value.
+    """
     config = dict(config)
     rope = config.pop("rope_parameters", None)
-    if rope is None:
-        return config
-    if not isinstance(rope, dict) or "rope_theta" not in rope:
-        raise ValueError(f"{file}: field rope_parameters must hold rope_theta, got {json.dumps(rope)}")
-    config.setdefault("rope_theta", rope["rope_theta"])
-    config.setdefault("rope_scaling", {key: value for key, value in rope.items() if key != "rope_theta"})
+    if rope is not None:
+        if not isinstance(rope, dict) or "rope_theta" not in rope:
+            raise ValueError(f"{file}: field rope_parameters must hold rope_theta, got {json.dumps(rope)}")
+        parts = {"rope_theta": rope["rope_theta"]}
+        parts["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
+        for name, value in parts.items():
+            given = config.get(name)
+            if given is not None and _scaling(given) != _scaling(value):
+                raise ValueError(
+                    f"{file}: field {name} is {json.dumps(given)}, but rope_parameters says {json.dumps(value)}"
+                )
+        config.update(parts)
+    config["rope_scaling"] = _scaling(config.get("rope_scaling"))
+    if config.get("head_dim") is None:
+        size, heads = config.get("hidden_size"), config.get("num_attention_heads")
+        if isinstance(size, int) and isinstance(heads, int) and heads > 0:
+            config["head_dim"] = size // heads
+    if config.get("sliding_window_pattern") == 0:
+        config["sliding_window_pattern"] = None
     return config
+
+
+def _scaling(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    scaling = {("rope_type" if key == "type" else key): item for key, item in value.items()}
+    return None if scaling.get("rope_type", "default") == "default" and set(scaling) <= {"rope_type"} else scaling
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"

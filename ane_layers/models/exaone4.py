@@ -31,12 +31,12 @@ from ane_layers.layers import (
 )
 from ane_layers.models.base import CausalLM
 from ane_layers.models.config import (
+    canonical,
     check_model_type,
     check_positive,
     layer_types,
     load_config,
     read_fields,
-    with_rope_fields,
 )
 
 
@@ -44,7 +44,7 @@ from ane_layers.models.config import (
 class Exaone4Config:
     """The fields of an EXAONE 4 config.json that its arithmetic depends on, under Hugging Face's names.
 
-    `rope_parameters` (transformers 5) is read as well as `rope_theta` with `rope_scaling` (transformers 4).
+    What transformers 4 and 5 write differently is brought to one form first (`ane_layers.models.config.canonical`).
     """
 
     vocab_size: int
@@ -53,13 +53,13 @@ class Exaone4Config:
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
+    head_dim: int
     rms_norm_eps: float
     rope_theta: float
     max_position_embeddings: int
-    head_dim: int | None = None
+    sliding_window: int | None
     hidden_act: str = "silu"
     rope_scaling: dict[str, Any] | None = None
-    sliding_window: int | None = None
     sliding_window_pattern: int | str | None = None
     layer_types: tuple[str, ...] | None = None
     tie_word_embeddings: bool = False
@@ -77,16 +77,12 @@ class Exaone4Config:
                 f"field num_attention_heads ({self.num_attention_heads}) must be a multiple of "
                 f"num_key_value_heads ({self.num_key_value_heads})"
             )
-        if self.head_dim is None:
-            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
         check_positive(self, "head_dim")
         if self.rms_norm_eps < 0:
             raise ValueError(f"field rms_norm_eps must not be negative, got {self.rms_norm_eps}")
         if self.hidden_act != "silu":
             raise ValueError(f"field hidden_act must be 'silu', got {self.hidden_act!r}")
-        rotary_frequencies(self.head_size, rope_theta=self.rope_theta, rope_scaling=self.rope_scaling)  # refuses
-        if isinstance(self.eos_token_id, list):
-            object.__setattr__(self, "eos_token_id", tuple(self.eos_token_id))
+        rotary_frequencies(self.head_dim, rope_theta=self.rope_theta, rope_scaling=self.rope_scaling)  # refuses
         types = layer_types(
             self.num_hidden_layers,
             layer_types=self.layer_types,
@@ -94,12 +90,6 @@ class Exaone4Config:
             pattern=self.sliding_window_pattern,
         )
         object.__setattr__(self, "layer_types", types)
-
-    @property
-    def head_size(self) -> int:
-        """D: `head_dim`, which is set once the config has been checked."""
-        assert self.head_dim is not None
-        return self.head_dim
 
     @classmethod
     def from_dict(cls, config: dict[str, Any], *, file: str | Path = "config.json") -> Exaone4Config:
@@ -109,7 +99,7 @@ class Exaone4Config:
             ValueError: naming the file, the field and the value.
         """
         check_model_type(cls, config, file=file)
-        return read_fields(cls, with_rope_fields(config, file=file), file=file)
+        return read_fields(cls, canonical(config, file=file), file=file)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Exaone4Config:
@@ -118,17 +108,35 @@ class Exaone4Config:
         return cls.from_dict(config, file=path)
 
 
-class Exaone4Attention(nn.Module):
-    """Self-attention as the checkpoint has it: three projections, a norm for q and one for k, then rotary.
+class SelfAttention(nn.Module):
+    """What both forms of EXAONE 4's self-attention share; `heads` is where they differ.
 
     Shape:
         - x: `[B, C, 1, S]`
         - output: `[B, C, 1, S]`
     """
 
+    attention: GroupedQueryAttention
+    o_proj: Linear
+
+    def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query `[B, H, S, D]`, key and value `[B, K, S, D]`; query and key normed, then rotated."""
+        raise NotImplementedError
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, cache: KVCache, layer: int, position: Tensor
+    ) -> Tensor:
+        query, key, value = self.heads(x, cos, sin)
+        key, value = cache.update(layer, key, value, position)
+        return self.o_proj(merge_heads(self.attention(query, key, value, mask)))
+
+
+class Exaone4Attention(SelfAttention):
+    """Self-attention as the checkpoint has it: three projections, a norm for q and one for k."""
+
     def __init__(self, config: Exaone4Config, *, head_sharing: HeadSharing) -> None:
         super().__init__()
-        heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_size
+        heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.q_proj = Linear(config.hidden_size, heads * size)
         self.k_proj = Linear(config.hidden_size, kv_heads * size)
         self.v_proj = Linear(config.hidden_size, kv_heads * size)
@@ -140,34 +148,28 @@ class Exaone4Attention(nn.Module):
         )
 
     def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query `[B, H, S, D]`, key and value `[B, K, S, D]`."""
         attention = self.attention
         query = self.q_norm(split_heads(self.q_proj(x), attention.num_attention_heads))
         key = self.k_norm(split_heads(self.k_proj(x), attention.num_key_value_heads))
         value = split_heads(self.v_proj(x), attention.num_key_value_heads)
         return rotate(query, cos, sin), rotate(key, cos, sin), value
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, cache: KVCache, layer: int, position: Tensor
-    ) -> Tensor:
-        query, key, value = self.heads(x, cos, sin)
-        key, value = cache.update(layer, key, value, position)
-        return self.o_proj(merge_heads(self.attention(query, key, value, mask)))
 
-
-class FusedExaone4Attention(Exaone4Attention):
+class FusedExaone4Attention(SelfAttention):
     """The same with one projection, and q and k normed and rotated together. The score's scale is part of the norm's weight."""
 
     def __init__(self, plain: Exaone4Attention) -> None:
-        nn.Module.__init__(self)
+        super().__init__()
         old = plain.attention
         self.qkv_proj = fuse_linears([plain.q_proj, plain.k_proj, plain.v_proj])
         self.o_proj = plain.o_proj
         # One weight row per head, [1, H + K, 1, D]. Rotation is linear, so the scale may be applied before it.
-        rows = [(plain.q_norm.weight.float() * old.scale).expand(old.num_attention_heads, -1)]
-        rows += [plain.k_norm.weight.float().expand(old.num_key_value_heads, -1)]
+        query_rows = (plain.q_norm.weight.float() * old.scale).expand(old.num_attention_heads, -1)
+        key_rows = plain.k_norm.weight.float().expand(old.num_key_value_heads, -1)
         self.qk_norm = RMSNorm(old.head_dim, eps=plain.q_norm.eps)
-        self.qk_norm.weight = nn.Parameter(torch.cat(rows)[None, :, None].detach(), requires_grad=False)
+        self.qk_norm.weight = nn.Parameter(
+            torch.cat([query_rows, key_rows])[None, :, None].detach(), requires_grad=False
+        )
         self.attention = GroupedQueryAttention(
             num_attention_heads=old.num_attention_heads,
             num_key_value_heads=old.num_key_value_heads,
@@ -193,7 +195,7 @@ class Exaone4DecoderLayer(nn.Module):
 
     def __init__(self, config: Exaone4Config, *, head_sharing: HeadSharing) -> None:
         super().__init__()
-        self.self_attn = Exaone4Attention(config, head_sharing=head_sharing)
+        self.self_attn: SelfAttention = Exaone4Attention(config, head_sharing=head_sharing)
         self.mlp: nn.Module = GatedFeedForward(config.hidden_size, config.intermediate_size)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dim=1)
         self.post_feedforward_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dim=1)
@@ -203,7 +205,7 @@ class Exaone4DecoderLayer(nn.Module):
         return x + self.post_feedforward_layernorm(self.mlp(x))
 
     def fuse(self) -> None:
-        if isinstance(self.mlp, GatedFeedForward):
+        if isinstance(self.self_attn, Exaone4Attention) and isinstance(self.mlp, GatedFeedForward):
             self.self_attn = FusedExaone4Attention(self.self_attn)
             self.mlp = FusedGatedFeedForward(self.mlp)
 
@@ -248,13 +250,13 @@ class Exaone4(CausalLM):
     def allocate(self) -> None:
         config = self.config
         frequencies = rotary_frequencies(
-            config.head_size, rope_theta=config.rope_theta, rope_scaling=config.rope_scaling
+            config.head_dim, rope_theta=config.rope_theta, rope_scaling=config.rope_scaling
         )
         self.rotary = RotaryEmbedding(frequencies, max_positions=self.context_length)
         self.cache = KVCache(
             num_layers=config.num_hidden_layers,
             num_key_value_heads=config.num_key_value_heads,
-            head_dim=config.head_size,
+            head_dim=config.head_dim,
             context_length=self.context_length,
         )
 
