@@ -185,7 +185,7 @@ def test_output_that_is_written_to_a_state_is_refused(tmp_path: Path) -> None:
             self.cache.update(0, x, x, position)
             return self.cache.key + 0
 
-    with pytest.raises(ConversionError, match="is an output and is written to state keyCache.*2713"):
+    with pytest.raises(ConversionError, match=r"is an output and is written to state keyCache.*2713"):
         convert(
             Both(), tmp_path / "m.mlpackage", example_inputs=CACHED_INPUTS, states=CACHED_STATES, outputs=("sum", "new")
         )
@@ -248,7 +248,7 @@ def test_rank_and_tile_expectations(tmp_path: Path) -> None:
     inputs = {"q": torch.randn(1, 4, 3, 8), "k": torch.randn(1, 2, 5, 8), "v": torch.randn(1, 2, 5, 8)}
     strict = Expectations(tile=False, highest_rank=4)
     path = tmp_path / "m.mlpackage"
-    with pytest.raises(ConversionError, match="tile operation|rank 5"):
+    with pytest.raises(ConversionError, match=r"tile operation|rank 5"):
         convert(Repeat("repeat_kv"), path, example_inputs=inputs, expectations=strict)
     assert not path.exists()
     package = convert(Repeat("fold"), path, example_inputs=inputs, expectations=strict)
