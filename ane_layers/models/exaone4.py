@@ -6,7 +6,6 @@ Reference: `transformers`' `Exaone4ForCausalLM`; LG AI Research, "EXAONE 4.0", 2
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -30,59 +29,22 @@ from ane_layers.layers import (
     split_heads,
 )
 from ane_layers.models.base import CausalLM
-from ane_layers.models.config import (
-    canonical,
-    check_model_type,
-    check_positive,
-    layer_types,
-    load_config,
-    read_fields,
-)
+from ane_layers.models.config import layer_types
+from ane_layers.models.decoder_config import DecoderConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exaone4Config:
-    """The fields of an EXAONE 4 config.json that its arithmetic depends on, under Hugging Face's names.
+class Exaone4Config(DecoderConfig):
+    """EXAONE 4's config.json. `sliding_window` is null for models in which every layer attends to everything."""
 
-    What transformers 4 and 5 write differently is brought to one form first (`ane_layers.models.config.canonical`).
-    """
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
-    max_position_embeddings: int
     sliding_window: int | None
-    hidden_act: str = "silu"
-    rope_scaling: dict[str, Any] | None = None
     sliding_window_pattern: int | str | None = None
     layer_types: tuple[str, ...] | None = None
-    tie_word_embeddings: bool = False
-    bos_token_id: int | None = None
-    eos_token_id: int | tuple[int, ...] | None = None
-    pad_token_id: int | None = None
 
     model_type = "exaone4"
 
     def __post_init__(self) -> None:
-        check_positive(self, "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-        check_positive(self, "num_attention_heads", "num_key_value_heads", "rope_theta", "max_position_embeddings")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"field num_attention_heads ({self.num_attention_heads}) must be a multiple of "
-                f"num_key_value_heads ({self.num_key_value_heads})"
-            )
-        check_positive(self, "head_dim")
-        if self.rms_norm_eps < 0:
-            raise ValueError(f"field rms_norm_eps must not be negative, got {self.rms_norm_eps}")
-        if self.hidden_act != "silu":
-            raise ValueError(f"field hidden_act must be 'silu', got {self.hidden_act!r}")
-        rotary_frequencies(self.head_dim, rope_theta=self.rope_theta, rope_scaling=self.rope_scaling)  # refuses
+        super().__post_init__()
         types = layer_types(
             self.num_hidden_layers,
             layer_types=self.layer_types,
@@ -90,22 +52,6 @@ class Exaone4Config:
             pattern=self.sliding_window_pattern,
         )
         object.__setattr__(self, "layer_types", types)
-
-    @classmethod
-    def from_dict(cls, config: dict[str, Any], *, file: str | Path = "config.json") -> Exaone4Config:
-        """From the contents of a config.json, written by transformers 4 or 5.
-
-        Raises:
-            ValueError: naming the file, the field and the value.
-        """
-        check_model_type(cls, config, file=file)
-        return read_fields(cls, canonical(config, file=file), file=file)
-
-    @classmethod
-    def from_pretrained(cls, folder: str | Path) -> Exaone4Config:
-        """From a Hugging Face model folder. Raises `ValueError` naming the file, the field and the value."""
-        config, path = load_config(folder)
-        return cls.from_dict(config, file=path)
 
 
 class SelfAttention(nn.Module):
