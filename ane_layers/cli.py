@@ -1,30 +1,22 @@
-"""The command line: parses, calls, prints. Results go to stdout, progress and errors to stderr."""
+"""The command line: parses, calls, prints. Heavy imports wait until a command needs them."""
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from ane_layers import __version__
+from ane_layers import __version__, console
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-_out = Console(highlight=False, soft_wrap=True)
-# Bound to the stream itself: while coremltools' output is silenced, sys.stderr is another one.
-_err = Console(file=sys.stderr, highlight=False, soft_wrap=True)
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
 
 
 class HeadSharingOption(StrEnum):
@@ -43,17 +35,28 @@ class ModeOption(StrEnum):
     fp16 = "fp16"
 
 
+class RuntimeOption(StrEnum):
+    interpreter = "interpreter"
+    coreml = "coreml"
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
+Folder = Annotated[str, typer.Argument(help="Model folder in Hugging Face's format, or a Hub id org/name[@revision].")]
+Mode = Annotated[ModeOption, typer.Option(help="Interpreter: fp32, or every operation rounded to fp16.")]
+Runtime = Annotated[RuntimeOption, typer.Option(help="What runs the package; coreml needs a Mac.")]
+
+
 @app.callback(invoke_without_command=True)
 def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
-    """Neural-Engine-friendly transformer layers: convert, inspect and verify Core ML packages on any machine."""
+    """Neural-Engine-friendly transformer layers: convert, inspect, verify and run Core ML packages on any machine."""
     if version:
-        _out.print(__version__)
+        console.out.print(__version__)
         raise typer.Exit
 
 
 @app.command()
 def convert(
-    folder: Annotated[Path, typer.Argument(help="Model folder in Hugging Face's format.")],
+    folder: Folder,
     output: Annotated[Path, typer.Option("--output", "-o", help="Package to write, ending in .mlpackage.")],
     context: Annotated[int, typer.Option(help="Slots of the KV cache.")] = 4096,
     prefill: Annotated[int, typer.Option(help="Tokens in a prefill block.")] = 64,
@@ -67,28 +70,23 @@ def convert(
     duplicate_tied: Annotated[bool, typer.Option(help="Store a table shared by embedding and head twice.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Convert a model folder to a Core ML package with functions `decode` and `prefill`, and check the result."""
+    """Convert a model to a Core ML package with functions `decode` and `prefill`, and check the result."""
     if kv is not KvOption.in_place:
         raise ValueError(f"--kv {kv} is not supported yet; in_place is")
     from ane_layers.analysis import inspect as inspect_package
+    from ane_layers.hub import resolve
     from ane_layers.models import from_folder
 
     started = time.monotonic()
-    with _progress() as say:
+    with console.progress() as say:
         say(f"loading {folder}")
-        model = from_folder(
-            folder,
-            context_length=context,
-            dtype=None,
-            fuse=fuse,
-            head_sharing=head_sharing.value,
-            head_pieces=head_pieces,
-        )
+        options: dict[str, Any] = {"head_sharing": head_sharing.value, "head_pieces": head_pieces}
+        model = from_folder(resolve(folder, progress=say), context_length=context, dtype=None, fuse=fuse, **options)
         package = model.convert(
             output, prefill=prefill, all_logits=all_logits, duplicate_tied=duplicate_tied, progress=say
         )
-    _err.print(f"{output}: written and checked in {time.monotonic() - started:.0f} s")
-    _print_inspection(inspect_package(package), as_json)
+    console.err.print(f"{output}: written and checked in {time.monotonic() - started:.0f} s", markup=False)
+    _inspection(inspect_package(package), as_json)
 
 
 @app.command()
@@ -99,7 +97,11 @@ def inspect(
     from ane_layers.analysis import inspect as inspect_package
     from ane_layers.program import Package
 
-    _print_inspection(inspect_package(Package.open(package)), as_json)
+    _inspection(inspect_package(Package.open(package)), as_json)
+
+
+def _inspection(inspection: dict[str, Any], as_json: bool) -> None:
+    (console.print_json if as_json else console.print_inspection)(inspection)
 
 
 @app.command()
@@ -109,7 +111,8 @@ def verify(
     tokens: Annotated[
         int | None, typer.Option(help="Random tokens to run; twice the prefill block by default.")
     ] = None,
-    mode: Annotated[ModeOption, typer.Option(help="fp32, or every operation rounded to fp16.")] = ModeOption.fp32,
+    text: Annotated[Path | None, typer.Option(help="Run the first tokens of this text instead of random ones.")] = None,
+    mode: Mode = ModeOption.fp32,
     seed: Annotated[int, typer.Option(help="Seed of the random tokens.")] = 0,
     gate: Annotated[
         float, typer.Option(help="Least signal-to-noise ratio in dB; below it the exit status is 1.")
@@ -117,84 +120,165 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Execute a package and compare its logits with PyTorch's."""
+    from ane_layers.verification import text_tokens
     from ane_layers.verification import verify as verify_package
 
-    with _progress() as say:
-        result = verify_package(package, folder, tokens=tokens, mode=mode.value, seed=seed, progress=say)
+    with console.progress() as say:
+        ids = tokens if text is None else text_tokens(text, folder, tokens or 256)
+        result = verify_package(package, folder, tokens=ids, mode=mode.value, seed=seed, progress=say)
     if as_json:
-        _print_json(result.as_dict())
+        console.print_json(result.as_dict())
     else:
-        _out.print(
+        console.out.print(
             f"{result.tokens} positions compared, {result.mode} arithmetic: {result.snr_db:.1f} dB, "
             f"KL {result.kl:.3g} nats, top-1 agreement {result.top1_agreement:.1%}"
         )
     if not result.snr_db >= gate:
-        _fail(f"{package}: {result.snr_db:.1f} dB is below the gate of {gate:g} dB")
+        console.fail(f"{package}: {result.snr_db:.1f} dB is below the gate of {gate:g} dB")
 
 
-def _print_inspection(inspection: dict[str, Any], as_json: bool) -> None:
+@app.command()
+def generate(
+    source: Annotated[str, typer.Argument(help="Package, model folder or Hub id; a model is converted first.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    tokenizer: Annotated[Path | None, typer.Option(help="Folder with the tokenizer; required for a package.")] = None,
+    chat: Annotated[bool, typer.Option(help="Put the prompt into the folder's chat template.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(help="At most so many new tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(help="Keep the k most likely tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens that make up this share.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    stop_id: Annotated[
+        list[int] | None, typer.Option(help="Token id that ends the text, in place of the model's; repeatable.")
+    ] = None,
+    context: Annotated[int | None, typer.Option(help="For a model: slots of the KV cache.")] = None,
+    prefill: Annotated[int | None, typer.Option(help="For a model: tokens in a prefill block.")] = None,
+    mode: Mode = ModeOption.fp32,
+    runtime: Runtime = RuntimeOption.interpreter,
+    as_json: Json = False,
+) -> None:
+    """Write text with a package: prefill in blocks, then decode."""
+    from ane_layers.hub import resolve
+    from ane_layers.sampling import Sampler
+    from ane_layers.text_generation import text_generator
+
+    sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    with ExitStack() as stack:
+        with console.progress() as say:
+            path = Path(source) if Path(source).is_dir() else resolve(source, progress=say)
+            generator = stack.enter_context(
+                text_generator(
+                    path,
+                    tokenizer=tokenizer,
+                    context=context,
+                    prefill=prefill,
+                    mode=mode.value,
+                    runtime=_runtime(runtime),
+                    progress=say,
+                )
+            )
+        generation = generator.generate(
+            prompt, chat=chat, max_new_tokens=max_new_tokens, sampler=sampler, stop_ids=stop_id
+        )
+        pieces = []
+        for piece in generation:
+            pieces.append(piece)
+            if not as_json:
+                print(piece, end="", flush=True)
+    stats = generation.stats
+    speed = stats.tokens_per_second
     if as_json:
-        _print_json(inspection)
-        return
-    functions = inspection["functions"]
-    table = Table(box=None, pad_edge=False)
-    table.add_column("function")
-    for name in functions:
-        table.add_column(name, justify="right")
-    rows: dict[str, Callable[[dict[str, Any]], str]] = {
-        "compute operations": lambda f: f"{f['operations']['compute']:,}",
-        "with constants": lambda f: f"{f['operations']['total']:,}",
-        "tile operations": lambda f: f"{f['tile']['count']:,}",
-        "tile output, MiB": lambda f: f"{f['tile']['bytes'] / 2**20:,.1f}",
-        "highest rank": lambda f: str(f["highest_rank"]),
-        "state writes": lambda f: str(f["state_writes"]),
-        "weights, MB": lambda f: f"{f['weight_bytes'] / 1e6:,.2f}",
-    }
-    for label, cell in rows.items():
-        table.add_row(label, *(cell(function) for function in functions.values()))
-    _out.print(table)
-    for name, function in functions.items():
-        _out.print()
-        for kind in ("inputs", "outputs", "states"):
-            for feature, value in function[kind].items():
-                _out.print(f"{name} {kind[:-1]} {feature}: {value['dtype']} {value['shape']}", markup=False)
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    # JSON has no infinity: an exact match is reported as null dB.
-    clean = {
-        key: None if isinstance(item, float) and not abs(item) < float("inf") else item for key, item in value.items()
-    }
-    print(json.dumps(clean, indent=2, allow_nan=False))
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """A status line on a terminal, a line a step elsewhere."""
-    if _err.is_terminal:
-        with _err.status("") as status:
-            yield lambda line: status.update(line)
+        figures = {
+            "prompt_tokens": stats.prompt_tokens,
+            "new_tokens": stats.new_tokens,
+            "prefill_seconds": stats.prefill_seconds,
+        }
+        console.print_json(
+            {"text": "".join(pieces), **figures, "tokens_per_second": speed, "finish_reason": generation.finish_reason}
+        )
     else:
-        yield lambda line: _err.print(line, markup=False)
+        print()
+    decoded = "" if speed is None else f", then {speed:.1f} tokens per second"
+    console.err.print(
+        f"{stats.prompt_tokens} prompt tokens in {stats.prefill_seconds:.2f} s{decoded} ({runtime})", markup=False
+    )
 
 
-def _fail(message: str, code: int = 1) -> NoReturn:
-    _err.print(f"error: {' '.join(message.split())}", markup=False)
-    raise SystemExit(code)
+@app.command()
+def agree(
+    first: Annotated[Path, typer.Argument(help="A package.")],
+    second: Annotated[Path, typer.Argument(help="Another package of the same model.")],
+    tokenizer: Annotated[Path, typer.Option(help="Folder with the model's tokenizer.")],
+    prompts: Annotated[Path, typer.Option(help="Text file, one prompt a line.")],
+    new_tokens: Annotated[int, typer.Option(help="Greedy tokens to compare for each prompt.")] = 32,
+    mode: Mode = ModeOption.fp32,
+    runtime: Runtime = RuntimeOption.interpreter,
+    as_json: Json = False,
+) -> None:
+    """Continue prompts greedily with two packages and compare the tokens."""
+    from ane_layers.agreement import agreement, read_prompts
+
+    with console.progress() as say:
+        result = agreement(
+            first,
+            second,
+            tokenizer=tokenizer,
+            prompts=read_prompts(prompts),
+            new_tokens=new_tokens,
+            mode=mode.value,
+            runtime=_runtime(runtime),
+            progress=say,
+        )
+    if as_json:
+        console.print_json(result.as_dict())
+    else:
+        console.out.print(
+            f"{result.identical} of {result.prompts} prompts: identical tokens ({result.tokens} tokens, greedy)"
+        )
+        for difference in result.differences:
+            console.out.print(f"prompt {difference.prompt + 1} parts after {difference.position} tokens")
+    if result.differences:
+        console.fail(f"{len(result.differences)} of {result.prompts} prompts differ")
+
+
+@app.command()
+def doctor(
+    quick: Annotated[bool, typer.Option("--quick", help="Leave out the trial conversion.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Tell what works on this machine and what does not."""
+    from ane_layers.doctor import examine
+
+    with console.progress() as say:
+        report = examine(quick=quick, progress=say)
+    if as_json:
+        console.print_json(report.as_dict())
+    else:
+        for line in report.lines():
+            console.out.print(line, markup=False)
+    raise typer.Exit(report.exit_status)
+
+
+def _runtime(option: RuntimeOption) -> Callable[[str, str], Any] | None:
+    if option is RuntimeOption.interpreter:
+        return None
+    from ane_layers.coreml import coreml_runtime
+
+    return coreml_runtime
 
 
 def main() -> None:
     """Entry point of `ane-layers`: a user's mistake becomes one line on stderr and a non-zero exit status."""
     # A terminated run cleans up like an interrupted one.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    warnings.showwarning = lambda message, *_, **__: _err.print(f"warning: {message}", markup=False)
+    warnings.showwarning = lambda message, *_, **__: console.err.print(f"warning: {message}", markup=False)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     try:
         app()
     except KeyboardInterrupt:
-        _fail("interrupted; nothing was written", 130)
+        console.fail("interrupted; nothing was written", 130)
     except (ValueError, OSError) as error:
-        _fail(str(error) or type(error).__name__)
+        console.fail(str(error) or type(error).__name__)
 
 
 if __name__ == "__main__":

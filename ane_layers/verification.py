@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ane_layers.generation import Logits, Mode, Session
 from ane_layers.models import from_folder
+from ane_layers.text import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -127,3 +128,19 @@ def _token_ids(tokens: Sequence[int] | int | None, session: Session, seed: int) 
         raise ValueError(f"tokens must be within 2 … {session.context_length}, the package's context, got {tokens}")
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(session.config["model"]["vocab_size"], (tokens,), generator=generator).tolist()
+
+
+def text_tokens(file: str | Path, folder: str | Path, count: int) -> list[int]:
+    """The first tokens of a text, by the folder's tokenizer.
+
+    Raises:
+        ValueError: if the text cannot be read or has fewer tokens.
+    """
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file}: cannot be read as UTF-8 text ({error})") from error
+    ids = Tokenizer.from_folder(folder).encode(text)
+    if len(ids) < count:
+        raise ValueError(f"{file}: has {len(ids)} tokens, {count} are wanted")
+    return ids[:count]

@@ -3,8 +3,8 @@
     python benchmarks/make_checkpoint.py --out /tmp/exaone4-1.2b
     python benchmarks/full_size.py /tmp/exaone4-1.2b
 
-Every conversion runs in a process of its own, so that its peak memory is its own. `--verify N` also executes the folded package for N tokens
-against PyTorch; with a few layers (`make_checkpoint.py --layers 2`) that takes seconds.
+Every conversion runs in a process of its own, so that its peak memory is its own. `--verify N` also executes the folded package for
+N tokens against PyTorch; with a few layers (`make_checkpoint.py --layers 2`) that takes seconds.
 """
 
 from __future__ import annotations
@@ -45,12 +45,26 @@ def main(
     only: Annotated[str, typer.Option(help="One variant alone (internal: each runs in its own process).")] = "",
 ) -> None:
     if not only:
-        print(f"{platform.machine()}, Python {platform.python_version()}, torch {version('torch')}, coremltools {version('coremltools')}")
+        print(
+            f"{platform.machine()}, Python {platform.python_version()}, torch {version('torch')}, coremltools {version('coremltools')}"
+        )
         print(f"{folder.name}, context {context}, prefill {prefill}")
-        print("| variant | seconds | peak GB | decode compute, all | prefill compute, all | tiles, MiB | rank | weights MB |")
+        print(
+            "| variant | seconds | peak GB | decode compute, all | prefill compute, all | tiles, MiB | rank | weights MB |"
+        )
         print("| --- | --- | --- | --- | --- | --- | --- | --- |")
         for name in VARIANTS:
-            command = [sys.executable, __file__, str(folder), "--context", str(context), "--prefill", str(prefill), "--only", name]
+            command = [
+                sys.executable,
+                __file__,
+                str(folder),
+                "--context",
+                str(context),
+                "--prefill",
+                str(prefill),
+                "--only",
+                name,
+            ]
             if name == "fold":
                 command += ["--verify", str(verify)]
             print(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout, end="", flush=True)
@@ -65,7 +79,15 @@ def main(
         decode, block = functions["decode"], functions["prefill"]
         operations = [f"{f['operations']['compute']:,}, {f['operations']['total']:,}" for f in (decode, block)]
         tiles = f"{decode['tile']['count']}, {decode['tile']['bytes'] / 2**20:.0f}"
-        row = [only, f"{seconds:.0f}", f"{peak:.2f}", *operations, tiles, decode["highest_rank"], f"{decode['weight_bytes'] / 1e6:,.1f}"]
+        row = [
+            only,
+            f"{seconds:.0f}",
+            f"{peak:.2f}",
+            *operations,
+            tiles,
+            decode["highest_rank"],
+            f"{decode['weight_bytes'] / 1e6:,.1f}",
+        ]
         print("|", " | ".join(map(str, row)), "|")
         for mode in ("fp32", "fp16") if verify else ():
             checked = [*tool, "verify", str(package), str(folder), "--tokens", str(verify), "--mode", mode, "--json"]

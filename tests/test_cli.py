@@ -17,7 +17,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from ane_layers import __version__, cli
+from ane_layers import __version__, cli, console
 
 Folder = Callable[..., Path]
 COMMAND = [sys.executable, "-m", "ane_layers.cli"]
@@ -35,7 +35,7 @@ class InProcess:
 
     def __call__(self, *arguments: object) -> subprocess.CompletedProcess[str]:
         errors = io.StringIO()
-        self._monkeypatch.setattr(cli, "_err", Console(file=errors, soft_wrap=True))
+        self._monkeypatch.setattr(console, "err", Console(file=errors, soft_wrap=True))
         self._monkeypatch.setattr(sys, "argv", ["ane-layers", *map(str, arguments)])
         self._monkeypatch.setattr(signal, "signal", lambda *_: None)
         with pytest.raises(SystemExit) as stop, warnings.catch_warnings():
@@ -106,7 +106,7 @@ def test_head_sharing_is_one_flag(folder: Path, package: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["convert", "{missing}", "-o", "{out}"], "config.json: cannot be read"),
+        (["convert", "{missing}", "-o", "{out}"], "no such folder"),
         (
             ["convert", "{folder}", "-o", "{out}"],
             "context_length must be within 1 … max_position_embeddings (256), got 4096",
