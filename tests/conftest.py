@@ -12,6 +12,8 @@ import pytest
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# For the commands that tests start as well: on a busy machine, threads for tiny tensors wait for each other most of the time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Tiny tensors: a second thread only waits, several seconds a test where the cores are busy.
 torch.set_num_threads(1)
 
