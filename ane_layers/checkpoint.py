@@ -178,17 +178,22 @@ class Checkpoint(Mapping[str, Tensor]):
 
 
 def to_float16_checked(name: str, tensor: Tensor, *, file: Path | None = None) -> Tensor:
-    """`tensor` in fp16, of any shape.
+    """`tensor` in fp16, of any shape. Raises as `check_float16`."""
+    check_float16(name, tensor, file=file)
+    return tensor.to(torch.float16)
+
+
+def check_float16(name: str, tensor: Tensor, *, file: Path | None = None) -> None:
+    """Whether fp16 can hold a tensor; no copy of it is made.
 
     Raises:
-        CheckpointError: a value becomes infinite, as bf16's 70000 does. The message names file, tensor and value.
+        CheckpointError: a value would become infinite, as bf16's 70000 does. The message names file, tensor and value.
     """
     # Rounding keeps the order, so that the two extremes answer for all values.
     for value in _extremes(tensor):
         if not torch.isfinite(value.to(torch.float16)):
             told = f"{f'{file.name}: ' if file else ''}{name!r} holds {value.item():g}, beyond fp16's 65504"
             raise CheckpointError(f"{told}; scale it down, or keep it in {tensor.dtype} for a check in fp32")
-    return tensor.to(torch.float16)
 
 
 def _extremes(tensor: Tensor) -> tuple[Tensor, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from ane_layers.analysis import inspect
 from ane_layers.conversion import ConversionError
@@ -214,6 +216,19 @@ def test_weight_beyond_fp16_stops_the_conversion(exaone4_folder: Folder, tmp_pat
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.down_proj\.weight.*70000"):
         model.convert(tmp_path / "m.mlpackage", prefill=4)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_checkpoint_beyond_fp16_is_refused_by_the_tensor_s_name(exaone4_folder: Folder, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(exaone4_folder(dtype=torch.bfloat16), folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.self_attn.k_proj.weight"][3, 4] = -70000
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors: 'model\.layers\.1\.self_attn\.k_proj\.weight' holds -70\d\d\d"
+    ):
+        Exaone4.from_pretrained(folder, context_length=CONTEXT, dtype=None)
+    assert Exaone4.from_pretrained(folder, context_length=CONTEXT) is not None  # fp32 holds it
 
 
 def test_metadata_is_json(packages: dict[str, Path]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from ane_layers.checkpoint import Checkpoint
+from ane_layers.checkpoint import Checkpoint, check_float16
 from ane_layers.layers import HeadSharing, Linear, OutputHead, causal_mask
 
 if TYPE_CHECKING:
@@ -66,7 +66,8 @@ class CausalLM(nn.Module):
         Args:
             folder: with config.json and safetensors files.
             context_length: T.
-            dtype: of the weights in memory. None keeps the stored type and maps the file, for conversion without a second copy.
+            dtype: of the weights in memory. None keeps the stored type and maps the file, for conversion without a second copy; values
+                that fp16 cannot hold are then refused.
             fuse: whether projections are joined (see `fuse`).
             options: further arguments of the family's constructor, such as `head_sharing`.
 
@@ -84,6 +85,8 @@ class CausalLM(nn.Module):
         for name, source in checkpoint.check(expected, tied=tied).items():
             if source not in tensors:
                 tensor = checkpoint[source]
+                if dtype is None:  # here the tensor still has the checkpoint's name; later it may be part of another
+                    check_float16(source, tensor, file=checkpoint.file(source))
                 tensors[source] = tensor if dtype is None else tensor.to(dtype)
             tensors[name] = tensors[source]  # a tied table stays one tensor
         model.load_state_dict(tensors, assign=True)
