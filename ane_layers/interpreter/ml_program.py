@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ane_layers.interpreter.executor import run
 from ane_layers.interpreter.interface import MODES, to_numpy, to_tensors
-from ane_layers.interpreter.plan import build
+from ane_layers.interpreter.plan import Step, build
 from ane_layers.interpreter.registry import StateCell
 from ane_layers.interpreter.state import MLState
-from ane_layers.program import Package, TensorType
+from ane_layers.interpreter.values import round_to_fp16
+from ane_layers.program import Package
 
 
 class MLProgram:
@@ -51,15 +51,13 @@ class MLProgram:
         self.mode = mode
         with torch.inference_mode():
             self._plan = build(self.function, rounds=mode == "fp16")
-        self._output_types = {
-            value.name: value.type.dtype for value in self.function.outputs if isinstance(value.type, TensorType)
-        }
+        self._output_types = {value.name: value.tensor_type.dtype for value in self.function.outputs}
 
     def make_state(self) -> MLState:
         """Fresh states, all zero."""
         return MLState(self.function.states, self.mode)
 
-    def predict(self, data: Mapping[str, np.ndarray], state: MLState | None = None) -> dict[str, Any]:
+    def predict(self, data: Mapping[str, np.ndarray], state: MLState | None = None) -> dict[str, np.ndarray]:
         """Runs the function once. If that fails, the state is what it was before.
 
         Args:
@@ -67,8 +65,7 @@ class MLProgram:
             state: from `make_state` of this or another function with the same states; it is updated.
 
         Returns:
-            Each output by name: an array of its declared type (fp32 for fp16 in the mode `"fp32"`); of a classifier
-            the label, a string or an integer, and a dictionary of probabilities by label.
+            Each output by name, in its declared type (fp32 for fp16 in the mode `"fp32"`).
 
         Raises:
             ValueError: an input is missing, unknown or of another shape; the state is missing or does not fit; or an
@@ -84,7 +81,7 @@ class MLProgram:
             for cell in cells:
                 slots[plan.states[cell.name]] = cell
             try:
-                run(plan.steps, slots)
+                self._run(slots)
                 outputs = {name: self._output(name, slots[slot]) for name, slot in plan.outputs.items()}
             except BaseException:
                 # An interrupt in the middle must not leave half of a step in the cache either.
@@ -111,13 +108,42 @@ class MLProgram:
                 )
         return cells
 
-    def _output(self, name: str, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
+    def _run(self, slots: list[Any]) -> None:
+        for step in self._plan.steps:
+            try:
+                arguments = step.template.copy()
+                for place, slot, convert in step.gaps:
+                    arguments[place] = slots[slot] if convert is None else convert(slots[slot])
+                for place, group in step.groups:
+                    arguments[place] = tuple(slots[slot] for slot in group)
+                result = step.call(*arguments)
+                if len(step.outputs) == 1:
+                    _store(step, 0, result if isinstance(result, Tensor) else result[0], slots)
+                else:
+                    for number in range(len(step.outputs)):
+                        _store(step, number, result[number], slots)
+            except (ValueError, TypeError, IndexError, RuntimeError) as error:
+                reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+                raise ValueError(f"operation {step.operation.name!r} ({step.operation.type}): {reason}") from error
+            for slot in step.release:
+                slots[slot] = None
+
+    def _output(self, name: str, value: Tensor) -> np.ndarray:
         # What shares memory with a state or a constant would change, or change it, behind the caller's back.
         if name in self._plan.kept:
             value = value.clone()
         return to_numpy(value, self._output_types[name], self.mode)
+
+
+def _store(step: Step, number: int, value: Tensor, slots: list[Any]) -> None:
+    slot, carrier, rounded, shape = step.outputs[number]
+    if value.dtype is not carrier:
+        value = value.to(carrier)
+    if rounded:
+        value = round_to_fp16(value)
+    if shape is not None and value.shape != shape:
+        raise ValueError(f"result has shape {list(value.shape)}, the program says {list(shape)}")
+    slots[slot] = value
 
 
 def _names(values: Any) -> str:

@@ -29,7 +29,7 @@ def conv(
     kernel = tuple(weight.shape[2:])
     before, after = padding(pad_type, pad, tuple(x.shape[2:]), kernel, strides, dilations)
     if before != after:
-        x = F.pad(x, torch_order(before, after))
+        x = F.pad(x, _torch_order(before, after))
         before = (0,) * axes
     return _CONVOLVE[axes](x, weight, bias, strides, before, dilations, groups)
 
@@ -66,7 +66,7 @@ def conv_transpose(
             size - cut - wanted for size, cut, wanted in zip(full.shape[2:], before, output_shape[2:], strict=True)
         )
     # Padding of a convolution is cut off here; a negative cut leaves room that no element of x reaches.
-    return F.pad(full, torch_order(tuple(-cut for cut in before), tuple(-cut for cut in after)))
+    return F.pad(full, _torch_order(tuple(-cut for cut in before), tuple(-cut for cut in after)))
 
 
 def padding(
@@ -98,7 +98,6 @@ def padding(
     return (smaller, larger) if pad_type == "same" else (larger, smaller)
 
 
-def torch_order(before: tuple[int, ...], after: tuple[int, ...]) -> list[int]:
-    """Amounts before and after each axis as `F.pad` takes them."""
+def _torch_order(before: tuple[int, ...], after: tuple[int, ...]) -> list[int]:
     # torch names the last axis first.
     return [amount for pair in zip(reversed(before), reversed(after), strict=True) for amount in pair]
