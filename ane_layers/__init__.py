@@ -4,6 +4,7 @@
 packages; `ane_layers.program`, `ane_layers.analysis` and `ane_layers.interpreter` read, count and run them on any machine.
 """
 
+from ane_layers.bundled import bundled_checkpoint
 from ane_layers.layers import (
     MASKED,
     Embedding,
@@ -43,6 +44,7 @@ __all__ = [
     "RotaryEmbedding",
     "__version__",
     "ane_softmax",
+    "bundled_checkpoint",
     "causal_mask",
     "contiguous_heads",
     "fold_mask",

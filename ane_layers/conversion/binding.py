@@ -159,6 +159,8 @@ def merge_functions(
     merged.specificationVersion = max(spec.specificationVersion for spec in specs.values())
     merged.description.defaultFunctionName = first
     merged.mlProgram.version = specs[first].mlProgram.version
+    # Which versions of coremltools and torch wrote the graph.
+    merged.description.metadata.userDefined.update(specs[first].description.metadata.userDefined)
     late = {constant_name(path) for path in bound}
     for name, spec in specs.items():
         source = WeightFile(files[name]) if name in files else None
