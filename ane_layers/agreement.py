@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ane_layers.generation import Mode, Runtime, Session
+from ane_layers.generation import Runtime, Session
+from ane_layers.interpreter import Mode
 from ane_layers.text import Tokenizer
 from ane_layers.text_generation import TextGenerator
 

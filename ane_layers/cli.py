@@ -6,44 +6,26 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from contextlib import ExitStack
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ane_layers import __version__, console
+from ane_layers.cli_options import (
+    Folder,
+    HeadSharingOption,
+    Json,
+    KvOption,
+    Mode,
+    ModeOption,
+    Runtime,
+    RuntimeOption,
+    runtime_of,
+)
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-
-
-class HeadSharingOption(StrEnum):
-    fold = "fold"
-    repeat_kv = "repeat_kv"
-
-
-class KvOption(StrEnum):
-    in_place = "in_place"
-    deferred = "deferred"
-    read_only = "read_only"
-
-
-class ModeOption(StrEnum):
-    fp32 = "fp32"
-    fp16 = "fp16"
-
-
-class RuntimeOption(StrEnum):
-    interpreter = "interpreter"
-    coreml = "coreml"
-
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
-Folder = Annotated[str, typer.Argument(help="Model folder in Hugging Face's format, or a Hub id org/name[@revision].")]
-Mode = Annotated[ModeOption, typer.Option(help="Interpreter: fp32, or every operation rounded to fp16.")]
-Runtime = Annotated[RuntimeOption, typer.Option(help="What runs the package; coreml needs a Mac.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -109,32 +91,65 @@ def verify(
     package: Annotated[Path, typer.Argument(help="Package that `convert` wrote.")],
     folder: Annotated[Path, typer.Argument(help="Model folder it was converted from.")],
     tokens: Annotated[
-        int | None, typer.Option(help="Random tokens to run; twice the prefill block by default.")
+        str | None,
+        typer.Option(help="How many tokens (256 by default, at most the context), or a file of token ids."),
     ] = None,
-    text: Annotated[Path | None, typer.Option(help="Run the first tokens of this text instead of random ones.")] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Text to run; the bundled held-out text by default, random ids without a tokenizer."),
+    ] = None,
     mode: Mode = ModeOption.fp32,
-    seed: Annotated[int, typer.Option(help="Seed of the random tokens.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Run random tokens of this seed.")] = None,
     gate: Annotated[
         float, typer.Option(help="Least signal-to-noise ratio in dB; below it the exit status is 1.")
     ] = 0.0,
+    positions: Annotated[bool, typer.Option("--positions", help="Print the ratio of every position too.")] = False,
+    findings: Annotated[
+        bool, typer.Option("--findings", help="List on stderr where numbers leave fp16, underflow included.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Execute a package and compare its logits with PyTorch's."""
-    from ane_layers.verification import text_tokens
+    from ane_layers.token_source import DEFAULT_COUNT, file_tokens, text_tokens
     from ane_layers.verification import verify as verify_package
 
     with console.progress() as say:
-        ids = tokens if text is None else text_tokens(text, folder, tokens or 256)
+        count = int(tokens) if tokens is not None and tokens.isascii() and tokens.isdigit() else None
+        ids: int | list[int] | None = count
+        if text is not None:
+            ids = text_tokens(text, folder, DEFAULT_COUNT if count is None else count)
+        elif tokens is not None and count is None:
+            ids = file_tokens(tokens)
         result = verify_package(package, folder, tokens=ids, mode=mode.value, seed=seed, progress=say)
-    if as_json:
-        console.print_json(result.as_dict())
-    else:
-        console.out.print(
-            f"{result.tokens} positions compared, {result.mode} arithmetic: {result.snr_db:.1f} dB, "
-            f"KL {result.kl:.3g} nats, top-1 agreement {result.top1_agreement:.1%}"
-        )
+    console.print_verification(result, positions=positions, findings=findings, as_json=as_json)
     if not result.snr_db >= gate:
         console.fail(f"{package}: {result.snr_db:.1f} dB is below the gate of {gate:g} dB")
+
+
+@app.command()
+def run(
+    package: Annotated[Path, typer.Argument(help="An .mlpackage, ours or not.")],
+    inputs: Annotated[
+        list[str] | None, typer.Option("--input", help="NAME=FILE.npy, an array for an input; repeatable.")
+    ] = None,
+    function: Annotated[
+        str | None, typer.Option(help="Function to run; the package's default one if not given.")
+    ] = None,
+    output_dir: Annotated[Path | None, typer.Option(help="Write each output as NAME.npy into this folder.")] = None,
+    mode: Mode = ModeOption.fp32,
+    findings: Annotated[bool, typer.Option("--findings", help="List on stderr where numbers leave fp16.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Run one function of a package on arrays from files, with states that are zero."""
+    from ane_layers.running import parse_inputs
+    from ane_layers.running import run as run_package
+
+    arrays = parse_inputs(inputs or [])
+    summary, found = run_package(
+        package, arrays, function=function, mode=mode.value, output_dir=output_dir, diagnose=findings
+    )
+    (console.print_json if as_json else console.print_outputs)(summary)
+    console.print_findings(found)
 
 
 @app.command()
@@ -173,7 +188,7 @@ def generate(
                     context=context,
                     prefill=prefill,
                     mode=mode.value,
-                    runtime=_runtime(runtime),
+                    runtime=runtime_of(runtime),
                     progress=say,
                 )
             )
@@ -185,23 +200,7 @@ def generate(
             pieces.append(piece)
             if not as_json:
                 print(piece, end="", flush=True)
-    stats = generation.stats
-    speed = stats.tokens_per_second
-    if as_json:
-        figures = {
-            "prompt_tokens": stats.prompt_tokens,
-            "new_tokens": stats.new_tokens,
-            "prefill_seconds": stats.prefill_seconds,
-        }
-        console.print_json(
-            {"text": "".join(pieces), **figures, "tokens_per_second": speed, "finish_reason": generation.finish_reason}
-        )
-    else:
-        print()
-    decoded = "" if speed is None else f", then {speed:.1f} tokens per second"
-    console.err.print(
-        f"{stats.prompt_tokens} prompt tokens in {stats.prefill_seconds:.2f} s{decoded} ({runtime})", markup=False
-    )
+    console.print_generation(generation, "".join(pieces), str(runtime), as_json)
 
 
 @app.command()
@@ -226,17 +225,10 @@ def agree(
             prompts=read_prompts(prompts),
             new_tokens=new_tokens,
             mode=mode.value,
-            runtime=_runtime(runtime),
+            runtime=runtime_of(runtime),
             progress=say,
         )
-    if as_json:
-        console.print_json(result.as_dict())
-    else:
-        console.out.print(
-            f"{result.identical} of {result.prompts} prompts: identical tokens ({result.tokens} tokens, greedy)"
-        )
-        for difference in result.differences:
-            console.out.print(f"prompt {difference.prompt + 1} parts after {difference.position} tokens")
+    console.print_agreement(result, as_json)
     if result.differences:
         console.fail(f"{len(result.differences)} of {result.prompts} prompts differ")
 
@@ -257,14 +249,6 @@ def doctor(
         for line in report.lines():
             console.out.print(line, markup=False)
     raise typer.Exit(report.exit_status)
-
-
-def _runtime(option: RuntimeOption) -> Callable[[str, str], Any] | None:
-    if option is RuntimeOption.interpreter:
-        return None
-    from ane_layers.coreml import coreml_runtime
-
-    return coreml_runtime
 
 
 def main() -> None:

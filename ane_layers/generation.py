@@ -11,13 +11,12 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from ane_layers.interpreter import MLProgram
+from ane_layers.interpreter import Finding, MLProgram, Mode
 from ane_layers.layers.masks import causal_mask
 from ane_layers.program import Package
 from ane_layers.sampling import Sampler
 
 CONFIG_KEY = "ane_layers.config"
-Mode = Literal["fp32", "fp16"]
 FinishReason = Literal["stop", "length", "context"]
 
 
@@ -42,7 +41,8 @@ class Session:
 
     Args:
         path: of the package.
-        mode: arithmetic of the interpreter, `"fp32"` or `"fp16"`.
+        mode: arithmetic of the interpreter (see `MLProgram`).
+        diagnose: let the interpreter collect `findings`.
         runtime: makes the program of one function from path and name; the interpreter unless another is given, such as
             `ane_layers.coreml.coreml_runtime` on a Mac.
 
@@ -51,16 +51,26 @@ class Session:
     """
 
     def __init__(
-        self, path: str | Path, *, mode: Mode = "fp32", runtime: Callable[[str, str], Runtime] | None = None
+        self,
+        path: str | Path,
+        *,
+        mode: Mode = "fp32",
+        diagnose: bool = False,
+        runtime: Callable[[str, str], Runtime] | None = None,
     ) -> None:
         package = Package.open(path)
         self.config = read_metadata(package)
         self.context_length: int = self.config["context_length"]
         self.block: int = self.config["prefill"]
-        make = runtime or (lambda file, name: MLProgram(file, function_name=name, mode=mode))
+        make = runtime or (lambda file, name: MLProgram(file, name, mode, diagnose=diagnose))
         self._decode = make(str(path), "decode")
         self._prefill = make(str(path), "prefill")
         self.reset()
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """Where numbers left fp16 in `prefill`, then in `decode`; empty without `diagnose` or with another runtime."""
+        return tuple(f for program in (self._prefill, self._decode) for f in getattr(program, "findings", ()))
 
     def reset(self) -> None:
         """Forgets the conversation."""

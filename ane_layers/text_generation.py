@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ane_layers.generation import FinishReason, Generation, GenerationStats, Mode, Runtime, Session, generate
+from ane_layers.generation import FinishReason, Generation, GenerationStats, Runtime, Session, generate
+from ane_layers.interpreter import Mode
 from ane_layers.sampling import Sampler
 from ane_layers.text import Tokenizer
 

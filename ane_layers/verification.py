@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ane_layers.generation import Logits, Mode, Session
+from ane_layers.generation import Logits, Session
+from ane_layers.interpreter import Finding, Mode
 from ane_layers.models import from_folder
-from ane_layers.text import Tokenizer
+from ane_layers.token_source import DEFAULT_COUNT, default_tokens, random_tokens
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class Verification:
         snr_db: signal-to-noise ratio over all compared logits, `10·log10(Σ reference² ÷ Σ (reference − actual)²)`.
         kl: mean Kullback-Leibler divergence of the package's next-token distribution from PyTorch's, in nats.
         top1_agreement: share of positions with the same most likely token, 0 … 1.
+        position_db: signal-to-noise ratio of each position on its own.
+        findings: where numbers left fp16 in the package, in order (see `ane_layers.interpreter.Finding`).
     """
 
     mode: str
@@ -33,9 +36,25 @@ class Verification:
     snr_db: float
     kl: float
     top1_agreement: float
+    position_db: tuple[float, ...] = ()
+    findings: tuple[Finding, ...] = ()
 
     def as_dict(self) -> dict[str, str | int | float]:
-        return asdict(self)
+        """The figures over all positions."""
+        return {name: getattr(self, name) for name in ("mode", "tokens", "snr_db", "kl", "top1_agreement")}
+
+    @property
+    def worst_position(self) -> tuple[int, float]:
+        """The position with the lowest signal-to-noise ratio, one that is NaN before all others, and that ratio in dB."""
+        position = min(
+            range(self.tokens), key=lambda p: -math.inf if math.isnan(self.position_db[p]) else self.position_db[p]
+        )
+        return position, self.position_db[position]
+
+    @property
+    def first_non_finite(self) -> Finding | None:
+        """The first operation that made an infinity or a NaN, or a number beyond fp16 where fp16 is declared."""
+        return next((finding for finding in self.findings if finding.kind != "subnormal"), None)
 
 
 def compare_logits(reference: Tensor, actual: Tensor, *, mode: str) -> Verification:
@@ -50,16 +69,24 @@ def compare_logits(reference: Tensor, actual: Tensor, *, mode: str) -> Verificat
     if reference.shape != actual.shape:
         raise ValueError(f"logits have shapes {list(reference.shape)} and {list(actual.shape)}")
     reference, actual = reference.double(), actual.double()
-    noise = (reference - actual).square().sum().item()
-    signal = reference.square().sum().item()
+    noise = (reference - actual).square().sum(-1)  # [n]
+    signal = reference.square().sum(-1)  # [n]
     expected, found = reference.log_softmax(-1), actual.log_softmax(-1)
     return Verification(
         mode=mode,
         tokens=reference.shape[0],
-        snr_db=math.inf if noise == 0 else 10 * math.log10(signal / noise),
+        snr_db=_decibels(signal.sum().item(), noise.sum().item()),
         kl=(expected.exp() * (expected - found)).sum(-1).mean().item(),
         top1_agreement=(reference.argmax(-1) == actual.argmax(-1)).double().mean().item(),
+        position_db=tuple(map(_decibels, signal.tolist(), noise.tolist())),
     )
+
+
+def _decibels(signal: float, noise: float) -> float:
+    if noise == 0:
+        return math.inf
+    # Infinite logits make infinite noise, for which there is no logarithm of the ratio.
+    return -math.inf if signal == 0 or math.isinf(noise) else 10 * math.log10(signal / noise)
 
 
 def verify(
@@ -68,7 +95,7 @@ def verify(
     *,
     tokens: Sequence[int] | int | None = None,
     mode: Mode = "fp32",
-    seed: int = 0,
+    seed: int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Verification:
     """Executes a package over a token sequence and compares it with the checkpoint in PyTorch.
@@ -81,9 +108,10 @@ def verify(
     Args:
         package: written by `CausalLM.convert`.
         folder: the Hugging Face folder it was converted from.
-        tokens: ids, or how many random ones; twice the prefill block by default.
-        mode: `"fp32"`, or `"fp16"`, in which every operation's result is rounded.
-        seed: of the random ids.
+        tokens: ids, or how many (256 by default, or the context if that is less) of the bundled held-out text; random ones if the
+            folder has no tokenizer.
+        mode: arithmetic of the interpreter (see `MLProgram`).
+        seed: if given, the ids are random in any case.
         progress: called with a line of text at each step.
 
     Raises:
@@ -91,8 +119,8 @@ def verify(
     """
     say = progress or (lambda line: None)
     say("loading the package")
-    session = Session(package, mode=mode)
-    ids = _token_ids(tokens, session, seed)
+    session = Session(package, mode=mode, diagnose=True)
+    ids = _token_ids(tokens, folder, session, seed)
     say("running the reference")
     model = from_folder(folder, context_length=len(ids), fuse=False)
     for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
@@ -112,35 +140,18 @@ def verify(
         session.reset()
         rows = _by_position(session.extend(ids[:split], prefill=False)) | rows
     actual = torch.from_numpy(np.stack([rows[position] for position in range(len(ids))]).astype(np.float32))
-    return compare_logits(reference, actual, mode=mode)
+    return replace(compare_logits(reference, actual, mode=mode), findings=session.findings)
 
 
 def _by_position(results: Sequence[Logits]) -> dict[int, np.ndarray]:
     return {result.first + i: row for result in results for i, row in enumerate(result.values)}
 
 
-def _token_ids(tokens: Sequence[int] | int | None, session: Session, seed: int) -> list[int]:
-    if tokens is None:
-        tokens = min(2 * session.block, session.context_length)
-    if not isinstance(tokens, int):
+def _token_ids(tokens: Sequence[int] | int | None, folder: str | Path, session: Session, seed: int | None) -> list[int]:
+    if tokens is not None and not isinstance(tokens, int):
         return list(tokens)
-    if not 2 <= tokens <= session.context_length:
-        raise ValueError(f"tokens must be within 2 … {session.context_length}, the package's context, got {tokens}")
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(session.config["model"]["vocab_size"], (tokens,), generator=generator).tolist()
-
-
-def text_tokens(file: str | Path, folder: str | Path, count: int) -> list[int]:
-    """The first tokens of a text, by the folder's tokenizer.
-
-    Raises:
-        ValueError: if the text cannot be read or has fewer tokens.
-    """
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file}: cannot be read as UTF-8 text ({error})") from error
-    ids = Tokenizer.from_folder(folder).encode(text)
-    if len(ids) < count:
-        raise ValueError(f"{file}: has {len(ids)} tokens, {count} are wanted")
-    return ids[:count]
+    count = min(DEFAULT_COUNT, session.context_length) if tokens is None else tokens
+    if not 2 <= count <= session.context_length:
+        raise ValueError(f"tokens must be within 2 … {session.context_length}, the package's context, got {count}")
+    vocab_size = session.config["model"]["vocab_size"]
+    return default_tokens(folder, count, vocab_size) if seed is None else random_tokens(count, vocab_size, seed)

@@ -22,15 +22,22 @@ Inputs = Mapping[str, tuple[tuple[int, ...], type]]
 Build = Callable[[Mapping[str, Any]], Sequence[Any]]
 
 
-def save_program(path: Path, inputs: Inputs, build: Build, states: Inputs | None = None) -> Path:
-    """Saves a program whose `build` gets the inputs and states by name and gives its outputs. No optimisation runs on it."""
+def save_program(
+    path: Path,
+    inputs: Inputs,
+    build: Build,
+    states: Inputs | None = None,
+    target: Any = ct.target.iOS18,
+    passes: Any = ct.PassPipeline.EMPTY,
+) -> Path:
+    """Saves a program whose `build` gets the inputs and states by name and gives its outputs. By default no pass runs on it."""
     function_inputs: dict[str, Any] = {
         name: mb.placeholder(shape=shape, dtype=BUILTIN[dtype]) for name, (shape, dtype) in inputs.items()
     }
     for name, (shape, dtype) in (states or {}).items():
         function_inputs[name] = mb.state_tensor_placeholder(shape, dtype=BUILTIN[dtype])
     program = Program()
-    with Function(function_inputs, opset_version=ct.target.iOS18) as function:
+    with Function(function_inputs, opset_version=target) as function:
         function.set_outputs([mb.identity(x=value) for value in build(function.inputs)])
     program.add_function("main", function)
     with quiet():
@@ -38,8 +45,8 @@ def save_program(path: Path, inputs: Inputs, build: Build, states: Inputs | None
             program,
             source="milinternal",
             convert_to="mlprogram",
-            minimum_deployment_target=ct.target.iOS18,
-            pass_pipeline=ct.PassPipeline.EMPTY,
+            minimum_deployment_target=target,
+            pass_pipeline=passes,
             skip_model_load=True,
         )
         model.save(str(path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -88,10 +90,88 @@ def test_verify_prints_the_contract_s_json(package: Path, folder: Path) -> None:
     assert values["snr_db"] >= 60
 
 
+def test_verify_takes_a_file_of_ids(package: Path, folder: Path, tmp_path: Path, in_process: InProcess) -> None:
+    file = tmp_path / "ids.txt"
+    file.write_text("[3, 5, 8]\n13 21, 34\n")
+    result = in_process("verify", package, folder, "--tokens", file, "--json")
+    assert json.loads(result.stdout)["tokens"] == 6
+    file.write_text("3 five")
+    result = in_process("verify", package, folder, "--tokens", file)
+    assert result.returncode == 1
+    assert "ids.txt: 'five' is no token id" in result.stderr
+    assert "cannot be read" in in_process("verify", package, folder, "--tokens", tmp_path / "no.txt").stderr
+
+
 def test_verify_fails_below_its_gate(package: Path, folder: Path) -> None:
     result = ane_layers("verify", package, folder, "--tokens", 12, "--mode", "fp16", "--gate", 150)
     assert result.returncode == 1
     assert "below the gate of 150 dB" in result.stderr
+
+
+def test_verify_prints_positions_beside_its_json(package: Path, folder: Path) -> None:
+    options = ["--tokens", 8, "--mode", "fp16_pessimistic", "--positions", "--json"]
+    result = ane_layers("verify", package, folder, *options)
+    values = json.loads(result.stdout)
+    assert set(values) == {"mode", "tokens", "snr_db", "kl", "top1_agreement"}
+    assert values["mode"] == "fp16_pessimistic"
+    assert [line.split(":")[0] for line in result.stderr.splitlines() if line.startswith("position")] == [
+        f"position {i}" for i in range(8)
+    ]
+    assert "worst is position" in ane_layers("verify", package, folder, "--tokens", 8, "--findings").stdout
+
+
+def test_verify_names_the_operation_that_overflows(exaone4_folder: Folder, tmp_path: Path) -> None:
+    # A feed-forward block whose product is beyond fp16, in the second layer of the package alone.
+    from safetensors.torch import load_file, save_file
+
+    source = exaone4_folder(dtype=torch.float32)
+    folder = tmp_path / "large"
+    shutil.copytree(source, folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for name in ("gate_proj", "up_proj"):
+        tensors[f"model.layers.1.mlp.{name}.weight"] *= 1000
+    save_file(tensors, file, metadata={"format": "pt"})
+    package = tmp_path / "m.mlpackage"
+    assert ane_layers("convert", folder, "-o", package, "--context", 16, "--prefill", 4).returncode == 0
+    result = ane_layers("verify", package, folder, "--tokens", 8, "--mode", "fp16", "--gate", 20, "--json")
+    assert result.returncode == 1
+    assert json.loads(result.stdout)["snr_db"] is None
+    found = [line for line in result.stderr.splitlines() if line.startswith("first operation out of range: ")]
+    assert len(found) == 1
+    assert "function 'prefill', operation " in found[0]
+    assert "(mul): " in found[0]
+    # In fp32 the numbers go on, and it is told all the same.
+    result = ane_layers("verify", package, folder, "--tokens", 8, "--gate", 20)
+    assert result.returncode == 0
+    assert "first operation out of range: function 'prefill'" in result.stderr
+
+
+def test_run_executes_any_function_on_files(package: Path, tmp_path: Path) -> None:
+    arrays = {
+        "inputIds": np.array([[5]], np.int32),
+        "position": np.array([0], np.int32),
+        "causalMask": np.where(np.arange(32) == 0, 0, -4e4).astype(np.float16).reshape(1, 1, 1, 32),
+    }
+    options: list[object] = []
+    for name, array in arrays.items():
+        np.save(tmp_path / f"{name}.npy", array)
+        options += ["--input", f"{name}={tmp_path / name}.npy"]
+    result = ane_layers(
+        "run", package, "--function", "decode", *options, "--output-dir", tmp_path / "out", "--mode", "fp16", "--json"
+    )
+    assert result.returncode == 0, result.stderr
+    values = json.loads(result.stdout)
+    assert (values["function"], values["mode"]) == ("decode", "fp16")
+    logits = np.load(tmp_path / "out/logits.npy")
+    assert values["outputs"]["logits"] == {
+        "dtype": "float16",
+        "shape": list(logits.shape),
+        "min": logits.min().item(),
+        "max": logits.max().item(),
+    }
+    text = ane_layers("run", package, "--function", "decode", *options)
+    assert text.stdout.startswith("logits: float32 [1, 1, 109], min ")
 
 
 def test_head_sharing_is_one_flag(folder: Path, package: Path, tmp_path: Path) -> None:
@@ -127,6 +207,11 @@ def test_head_sharing_is_one_flag(folder: Path, package: Path, tmp_path: Path) -
         ),
         (["inspect", "{missing}"], "missing"),
         (["inspect", "{folder}"], "no .mlpackage"),
+        (["run", "{missing}"], "missing"),
+        (["run", "{package}", "--function", "encode"], "no function 'encode'; it has decode, prefill"),
+        (["run", "{package}", "--input", "inputIds"], "--input is 'inputIds', expected NAME=FILE.npy"),
+        (["run", "{package}", "--input", "ids={missing}"], "cannot be read as an .npy array"),
+        (["run", "{package}", "--output-dir", "{dir}/o"], "input 'inputIds' is missing, a int32[1, 1]"),
         (["verify", "{missing}", "{folder}"], "missing"),
         (["verify", "{package}", "{folder}", "--tokens", "33"], "tokens must be within 2 … 32"),
     ],

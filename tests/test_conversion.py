@@ -14,7 +14,16 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from ane_layers import GroupedQueryAttention, KVCache, Linear, OutputHead, RMSNorm, causal_mask
+from ane_layers import (
+    GroupedQueryAttention,
+    KVCache,
+    Linear,
+    OutputHead,
+    RMSNorm,
+    RotaryEmbedding,
+    causal_mask,
+    rotary_frequencies,
+)
 from ane_layers.conversion import ConversionError, Expectations, FunctionSpec, convert
 from ane_layers.interpreter import MLProgram
 from ane_layers.layers import Embedding
@@ -323,6 +332,27 @@ def test_coremltools_reads_shared_records(tmp_path: Path) -> None:
         np.testing.assert_array_equal(values[f"head_pieces_{i}_weight"][:, :, 0, 0], table[rows])
 
 
+def test_coremltools_compresses_a_package_with_one_function(tmp_path: Path) -> None:
+    import coremltools as ct
+    import coremltools.optimize.coreml as cto
+
+    from ane_layers.conversion.quiet import quiet_coremltools
+
+    torch.manual_seed(0)
+    linear = Linear(64, 64)
+    x = torch.randn(1, 64, 1, 3).half()
+    package = convert(linear, tmp_path / "m.mlpackage", example_inputs={"x": x})
+    settings = cto.OptimizationConfig(
+        global_config=cto.OpPalettizerConfig(mode="uniform", nbits=4, weight_threshold=16)
+    )
+    with quiet_coremltools():
+        model = ct.models.MLModel(str(package.path), skip_model_load=True)
+        cto.palettize_weights(model, settings).save(str(tmp_path / "compressed.mlpackage"))
+    compressed = Package.open(tmp_path / "compressed.mlpackage")
+    assert any(operation.type == "constexpr_lut_to_dense" for operation in compressed.function().block.walk())
+    assert 15 < snr_db(linear(x.float()), run(compressed.path, {"x": x.numpy()})["output"]) < 40
+
+
 def test_graph_matches_stock_conversion(tmp_path: Path) -> None:
     """The same operations in the same order, with the same types, as when coremltools sees the weights."""
     import coremltools as ct
@@ -510,3 +540,27 @@ def test_attention_with_cache_matches_sdpa_past_the_trace(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match=r"slice_update|out of range|outside"):
         programs[1].predict(data, state=state)
     np.testing.assert_array_equal(state.read_state("keyCache"), before)
+
+
+def test_rotary_table_is_exact_at_the_end_of_the_context(tmp_path: Path) -> None:
+    """openvino 33214: position 4095 computed in an fp16 graph is far off; looked up from a table made in fp32 it is one rounding off."""
+    frequencies = rotary_frequencies(64, rope_theta=1e6)
+    rotary = RotaryEmbedding(frequencies, max_positions=4096)
+
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rotary = rotary
+
+        def forward(self, position: Tensor) -> tuple[Tensor, Tensor]:
+            return self.rotary(position, 2)
+
+    example = {"position": torch.zeros(1, dtype=torch.int32)}
+    package = convert(Rows(), tmp_path / "m.mlpackage", example_inputs=example, outputs=("cos", "sin"))
+    program = MLProgram(package.path, mode="fp16")
+    rows = program.predict({"position": np.array([4094], np.int32)})
+    angles = np.outer([4094, 4095], 1.0 / 1e6 ** (np.arange(0, 64, 2) / 64))
+    np.testing.assert_allclose(rows["cos"][0, 0], np.cos([*angles.T, *angles.T]).T, atol=1e-3)
+    np.testing.assert_allclose(rows["sin"][0, 0], np.concatenate([-np.sin(angles), np.sin(angles)], axis=1), atol=1e-3)
+    with pytest.raises(ValueError, match=r"gather.*index 4096 is outside an axis of 4096"):
+        program.predict({"position": np.array([4095], np.int32)})

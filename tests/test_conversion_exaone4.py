@@ -13,9 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ane_layers import RMSNorm
 from ane_layers.analysis import inspect
-from ane_layers.conversion import ConversionError
+from ane_layers.conversion import ConversionError, convert
 from ane_layers.generation import Session, read_metadata
+from ane_layers.interpreter import MLProgram
 from ane_layers.models import Exaone4
 from ane_layers.program import Package
 from ane_layers.verification import compare_logits, verify
@@ -216,6 +218,42 @@ def test_weight_beyond_fp16_stops_the_conversion(exaone4_folder: Folder, tmp_pat
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.down_proj\.weight.*70000"):
         model.convert(tmp_path / "m.mlpackage", prefill=4)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_residual_stream_beyond_fp16_is_reported_with_its_layer(exaone4_folder: Folder, tmp_path: Path) -> None:
+    """A norm weight that fp16 holds, and a residual stream that it does not: found in the package, and where."""
+    folder = tmp_path / "model"
+    shutil.copytree(exaone4_folder(dtype=torch.bfloat16, layers=3), folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.post_feedforward_layernorm.weight"].mul_(30000)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    package = Exaone4.from_pretrained(folder, context_length=CONTEXT, dtype=None).convert(
+        tmp_path / "m.mlpackage", prefill=4
+    )
+    for mode in ("fp32", "fp16"):
+        finding = verify(package.path, folder, tokens=8, mode=mode).first_non_finite
+        assert finding is not None
+        assert finding.kind == "overflow"
+        assert finding.near == "model_layers_1_mlp_down_proj_weight"
+        assert "model_layers_1_mlp_down_proj_weight" in str(finding)
+
+
+@pytest.mark.parametrize("eps", [1e-5, 1e-6])
+@pytest.mark.parametrize("mode", ["fp32", "fp16"])
+def test_converted_norm_keeps_its_range(tmp_path: Path, eps: float, mode: str) -> None:
+    """Rows of 300s, of mean square 2e-4, of 1e-4s and of zeros, executed with every operation rounded (ET 8641, 19523, nntrainer 4318)."""
+    norm = RMSNorm(256, eps=eps, dim=1)
+    norm.weight.data.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(0))
+    signs = torch.randint(2, (256, 4), generator=torch.Generator().manual_seed(1)) * 2 - 1
+    x = (signs * torch.tensor([300.0, 2e-4**0.5, 1e-4, 0.0]))[None, :, None].half()  # [1, 256, 1, 4]
+    package = convert(norm, tmp_path / "m.mlpackage", example_inputs={"x": x})
+    program = MLProgram(package.path, mode=mode, diagnose=True)
+    actual = torch.from_numpy(program.predict({"x": x.numpy()})["output"].astype(np.float32))
+    wide = x.float()
+    reference = wide / (wide.square().mean(1, keepdim=True) + eps).sqrt() * norm.weight[:, None, None]
+    torch.testing.assert_close(actual, reference, rtol=4e-3, atol=1e-4)
+    assert (actual[..., 3] == 0).all()
+    assert not [finding for finding in program.findings if finding.kind != "subnormal"]
 
 
 def test_checkpoint_beyond_fp16_is_refused_by_the_tensor_s_name(exaone4_folder: Folder, tmp_path: Path) -> None:

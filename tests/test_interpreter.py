@@ -177,12 +177,22 @@ def test_missing_and_foreign_states_are_refused(cache: Path, tmp_path: Path) -> 
 
 def test_all_unsupported_operations_are_named_at_load(tmp_path: Path) -> None:
     def build(values: Any) -> list[Any]:
-        x = mb.random_normal(shape=[2, 3], seed=1)
-        return [mb.add(x=mb.non_zero(x=values["x"]), y=1), mb.add(x=x, y=values["x"]), mb.sin(x=values["x"])]
+        inside = {"_true_fn": lambda: mb.cos(x=values["x"]), "_false_fn": lambda: mb.exp(x=values["x"])}
+        return [mb.tan(x=values["x"]), mb.cond(pred=mb.greater(x=mb.reduce_sum(x=values["x"]), y=0.0), **inside)]
 
     path = save_program(tmp_path / "u.mlpackage", {"x": ((2, 3), np.float32)}, build)
+    file = path / "Data/com.apple.CoreML/model.mlmodel"
+    model = Model_pb2.Model()
+    model.ParseFromString(file.read_bytes())
+    (block,) = model.mlProgram.functions["main"].block_specializations.values()
+    for operation in block.operations:
+        operation.type = {"tan": "telepathy"}.get(operation.type, operation.type)
+        for nested in operation.blocks:
+            for inner in nested.operations:
+                inner.type = {"cos": "conv_quantized"}.get(inner.type, inner.type)
+    file.write_bytes(model.SerializeToString())
     with pytest.raises(
-        ValueError, match=r"function 'main' uses operations that are not supported: non_zero, random_normal$"
+        ValueError, match=r"function 'main' uses operations that are not supported: conv_quantized, telepathy$"
     ):
         MLProgram(path)
 
@@ -246,6 +256,9 @@ RULES: dict[str, list[tuple[Any, ...]]] = {
         ("read", 0), ("add", 0, 0), ("write", 0, 1), ("read", 0), ("update", 2, 2, 1), ("write", 0, 3), ("add", 1, 3), ("out", 4),
     ],
     "several updates before the write": [("read", 0), ("update", 0, 0, 1), ("update", 1, 1, 2), ("write", 0, 2), ("out", 2)],
+    "an older value is updated when the state holds another": [
+        ("read", 0), ("add", 0, 0), ("write", 0, 1), ("update", 0, 0, 1), ("write", 0, 2), ("out", 2),
+    ],
     "one state becomes the other": [
         ("read", 0), ("write", 1, 0), ("read", 1), ("update", 1, 1, 2), ("write", 1, 2), ("read", 0), ("out", 3),
     ],

@@ -346,7 +346,7 @@ def test_first_generation_constants_match_coremltools(tmp_path: Path) -> None:
                     own.update(compressed(operation, {}))
             assert len(own) == 2
             for key, constant in own.items():
-                np.testing.assert_allclose(constant.array(), theirs[key], rtol=1e-3)
+                np.testing.assert_array_equal(constant.array(), theirs[key])
 
 
 def _global(config: Any) -> Any:
@@ -376,6 +376,21 @@ def _blob_operations(model: Any) -> list[Any]:
 def _move_blobs(model: Any) -> None:
     for operation in _blob_operations(model):
         operation.attributes["val"].blobFileValue.offset += 64
+
+
+def _computed(model: Any) -> list[Any]:
+    operations = model.mlProgram.functions["main"].block_specializations["CoreML8"].operations
+    return [operation for operation in operations if operation.outputs and "x" in operation.inputs]
+
+
+def _give_twice(model: Any) -> None:
+    first, second = _computed(model)[:2]
+    second.outputs[0].name = first.outputs[0].name
+
+
+def _use_itself(model: Any) -> None:
+    operation = _computed(model)[0]
+    operation.inputs["x"].arguments[0].name = operation.outputs[0].name
 
 
 def _rename_file(name: str) -> Any:
@@ -424,6 +439,15 @@ FAULTS = {
     "data elsewhere": (
         lambda p: _damage(p, WEIGHTS, lambda b: b[:80] + struct.pack("<Q", 2**62) + b[88:]), "truncated",
     ),
+    "data over a record": (
+        lambda p: _damage(p, WEIGHTS, lambda b: b[:80] + struct.pack("<Q", 192) + b[88:]), "data runs over the record at",
+    ),
+    "wrong padding": (
+        lambda p: _damage(p, WEIGHTS, lambda b: b[:88] + struct.pack("<Q", 3) + b[96:]), "field padding is 3 bits, .* leaves 0",
+    ),
+    "value given twice": (lambda p: _respecify(p, _give_twice), "value '.*' is given twice"),
+    "value used before it is given": (lambda p: _respecify(p, _use_itself), "value '.*' is used before anything gives it"),
+    "manifest too deep": (lambda p: _damage(p, "Manifest.json", lambda b: b"[" * 100_000), "Manifest.json: not valid JSON"),
     "wrong size": (
         lambda p: _damage(p, WEIGHTS, lambda b: b[:72] + struct.pack("<Q", 10) + b[80:]), "field size is 10",
     ),

@@ -146,7 +146,7 @@ def _move(value: Any, source: WeightFile | None, writer: WeightWriter) -> None:
 def merge_functions(
     specs: Mapping[str, Any], bound: Mapping[str, BoundWeight], files: Mapping[str, Path], writer: WeightWriter
 ) -> Any:
-    """One multifunction model specification out of several with one function each; the first is the default.
+    """One model specification out of several with one function each; the first is the default.
 
     Args:
         specs: converted specification of each function.
@@ -157,7 +157,6 @@ def merge_functions(
     first = next(iter(specs))
     merged = type(specs[first])()
     merged.specificationVersion = max(spec.specificationVersion for spec in specs.values())
-    merged.description.defaultFunctionName = first
     merged.mlProgram.version = specs[first].mlProgram.version
     # Which versions of coremltools and torch wrote the graph.
     merged.description.metadata.userDefined.update(specs[first].description.metadata.userDefined)
@@ -167,7 +166,11 @@ def merge_functions(
         function = merged.mlProgram.functions[name]
         function.CopyFrom(spec.mlProgram.functions["main"])
         bind_function(function, bound, source, writer)
-        description = merged.description.functions.add(name=name)
+        # One function called main is an ordinary package, which coremltools' own tools take; multifunction ones they refuse.
+        plain = list(specs) == ["main"]
+        description = merged.description if plain else merged.description.functions.add(name=name)
+        if not plain:
+            merged.description.defaultFunctionName = first
         description.input.extend(feature for feature in spec.description.input if feature.name not in late)
         description.output.extend(spec.description.output)
         description.state.extend(spec.description.state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -12,7 +13,8 @@ from ane_layers.interpreter.values import from_numpy
 from ane_layers.program import Function, TensorType
 from ane_layers.program.constants import NUMPY_TYPES
 
-MODES = ("fp32", "fp16")
+Mode: TypeAlias = Literal["fp32", "fp16", "fp16_pessimistic"]
+MODES: tuple[str, ...] = get_args(Mode)
 
 
 def check_array(kind: str, name: str, value: object, type_: TensorType, mode: str) -> None:
@@ -53,6 +55,9 @@ def to_tensors(function: Function, data: Mapping[str, np.ndarray], mode: str) ->
             tensors[name] = _filled(name, type_, function)
             continue
         check_array("input", name, data[name], type_, mode)
+        flexible = function.flexible_inputs.get(name)
+        if flexible is not None and not flexible.allows(data[name].shape):
+            raise ValueError(f"input {name!r} has shape {list(data[name].shape)}, expected {flexible}")
         tensors[name] = from_numpy(data[name], type_.dtype)
     return tensors
 
@@ -60,10 +65,12 @@ def to_tensors(function: Function, data: Mapping[str, np.ndarray], mode: str) ->
 def _filled(name: str, type_: TensorType, function: Function) -> Tensor:
     if name not in function.optional_inputs:
         raise ValueError(f"input {name!r} is missing, a {type_}")
-    if not type_.is_static:
+    shape: tuple[int | None, ...] = type_.shape
+    if name in function.flexible_inputs:
+        shape = function.flexible_inputs[name].default
+    if None in shape:
         raise ValueError(f"input {name!r} is missing, and its shape {type_} is open")
-    shape = [size for size in type_.shape if size is not None]
-    array = np.full(shape, function.optional_inputs[name], NUMPY_TYPES[type_.dtype])
+    array = np.full(shape, function.optional_inputs[name], NUMPY_TYPES[type_.dtype])  # type: ignore[type-var]
     return from_numpy(array, type_.dtype)
 
 

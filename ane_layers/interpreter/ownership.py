@@ -4,6 +4,9 @@ In the file an update is `read_state`, `slice_update`, `write_state`, and every 
 made. Copying the whole cache for each would cost far more than the attention itself. So each value is given a root: the
 memory it may share. A slice_update of a state's own tensor happens in place if nothing that shares the tensor's root is
 used later, and the state's next use is to be written with the result.
+
+Nested blocks run any number of times: in them every value is a copy. A state that one of them writes holds something
+unknown from then on, and is not changed in place before a value of its own is handed over to it.
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ class _Decision:
         # The root of the tensor that each state holds now, and the values that are this very tensor.
         self._held = {state: f"state {state}" for state in self._states}
         self._whole: dict[str, str] = {}
+        self._unknown: set[str] = set()
 
     def decide(self) -> Ownership:
         in_place: dict[int, str] = {}
@@ -63,16 +67,23 @@ class _Decision:
                 in_place[index] = state
                 self._name_whole(operation.outputs[0].name, state)
             else:
-                self._share(operation)
+                self._share(operation, index)
         return Ownership(in_place, frozenset(handed_over), self._kept())
 
     def _name_whole(self, value: str, state: str) -> None:
         self._whole[value] = state
         self._roots[value] = frozenset({self._held[state]})
 
-    def _share(self, operation: Operation) -> None:
+    def _share(self, operation: Operation, index: int) -> None:
         implementation = self._table[operation.type]
-        shared = frozenset().union(*(self._root(name) for name in names(operation)))
+        used = names(operation)
+        shared = frozenset().union(*(self._root(name) for name in used))
+        # Only a nested block names a state here: its results may be what the state holds before or after.
+        shared |= {self._held[state] for state in self._states.intersection(used)}
+        for state in _written_states(operation):
+            self._held[state] = f"nested {index}"
+            self._unknown.add(state)
+            shared |= {self._held[state]}
         for value in operation.outputs:
             self._roots[value.name] = shared if implementation.view else frozenset({value.name})
             if not implementation.view:
@@ -90,6 +101,8 @@ class _Decision:
         if self._is_held(data, state):
             return False
         give = data in self._own and data not in self._held.values()
+        if give:
+            self._unknown.discard(state)
         self._held[state] = data if give else f"copy {index}"
         return give
 
@@ -97,7 +110,9 @@ class _Decision:
         operation = self._operations[index]
         x, update = _name(operation, "x"), _name(operation, "update")
         state = self._whole.get(x)
-        if state is None or not self._is_held(x, state) or self._held[state] in self._root(update):
+        if state is None or state in self._unknown:
+            return None
+        if not self._is_held(x, state) or self._held[state] in self._root(update):
             return None
         root = self._held[state]
         if any(root in roots and self._last_use.get(name, -1) > index for name, roots in self._roots.items()):
@@ -137,6 +152,13 @@ def names(operation: Operation) -> list[str]:
         for inner in block.operations:
             used.extend(names(inner))
     return used
+
+
+def _written_states(operation: Operation) -> list[str]:
+    """The states that an operation's nested blocks may write."""
+    return [
+        _name(inner, "input") for block in operation.blocks for inner in block.walk() if inner.type == "write_state"
+    ]
 
 
 def _name(operation: Operation, parameter: str) -> str:

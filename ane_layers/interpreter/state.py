@@ -17,8 +17,8 @@ class MLState:
     """The states of a program, zero at first; made by `MLProgram.make_state`.
 
     Every program of the same mode whose states have these names and types accepts it: prefill and decode share one.
-    In the mode `"fp16"` a state of type fp16 holds fp16 numbers. In the mode `"fp32"` it keeps what was written, not
-    rounded.
+    In the modes `"fp16"` and `"fp16_pessimistic"` a state of type fp16 holds fp16 numbers. In the mode `"fp32"` it keeps
+    what was written, not rounded.
     """
 
     def __init__(self, states: Iterable[Value], mode: str) -> None:

@@ -64,6 +64,13 @@ def round_to_fp16(x: Tensor) -> Tensor:
     return x.half().float()
 
 
+def fp16_from_numpy(array: np.ndarray) -> Tensor:
+    """An fp16 array as it is. Shares the array's memory, a mapped file's too."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*not writable.*")
+        return torch.from_numpy(np.ascontiguousarray(array)).reshape(array.shape)
+
+
 def from_numpy(array: np.ndarray, dtype: str) -> Tensor:
     """An array as a tensor in its carrier. Shares the array's memory where that already has the right form."""
     if array.dtype in (np.uint16, np.uint32, np.uint64):

@@ -7,12 +7,15 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor
 
-from ane_layers.interpreter.values import from_numpy
+from ane_layers.interpreter.values import fp16_from_numpy, from_numpy
 from ane_layers.program import Blob, Immediate, Operation, Reference, TensorType
 from ane_layers.program.constexpr import Constant, compressed, is_compressed
 
 # Decode and prefill are two programs over one weight file; while either lives, its tensors serve both.
 _SHARED: WeakValueDictionary[tuple[object, ...], Tensor] = WeakValueDictionary()
+
+# Elements from which on a constant's size matters.
+_LARGE = 1 << 14
 
 
 def is_constant(operation: Operation) -> bool:
@@ -34,20 +37,30 @@ def constants(operation: Operation, known: Mapping[str, Constant]) -> dict[str, 
     return {operation.outputs[0].name: value}
 
 
-def tensor(constant: Constant) -> Tensor:
+def tensor(constant: Constant, *, compact: bool = False) -> Tensor:
     """A constant in its carrier, decompressed as its type says (fp16 stays rounded). Not to be written to.
+
+    Args:
+        constant: plain or compressed.
+        compact: a large one of type fp16 stays fp16: mapped from its file where it is stored so, half the size where not.
 
     Raises:
         ValueError: its type cannot be computed with.
     """
-    key = _key(constant)
+    kept = compact and _is_large_fp16(constant.type)
+    key = (kept, _key(constant))
     decoded = _SHARED.get(key)
     if decoded is None:
         if not isinstance(constant.type, TensorType):
             raise ValueError(f"constant is a {type(constant.type).__name__}, not a tensor")
-        decoded = from_numpy(constant.array(), constant.type.dtype)
+        array = constant.array()
+        decoded = fp16_from_numpy(array) if kept else from_numpy(array, constant.type.dtype)
         _SHARED[key] = decoded
     return decoded
+
+
+def _is_large_fp16(type_: object) -> bool:
+    return isinstance(type_, TensorType) and type_.dtype == "fp16" and type_.element_count >= _LARGE
 
 
 def _key(constant: Constant) -> tuple[object, ...]:

@@ -1,6 +1,7 @@
 """Reads a saved ML Program from its own files, without the converter that wrote it."""
 
 from ane_layers.program.constants import Blob, Constant, Immediate
+from ane_layers.program.flexible import FlexibleShape
 from ane_layers.program.package import Package
 from ane_layers.program.types import (
     Argument,
@@ -23,6 +24,7 @@ __all__ = [
     "Block",
     "Constant",
     "DictionaryType",
+    "FlexibleShape",
     "Function",
     "Immediate",
     "ListType",

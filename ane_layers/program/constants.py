@@ -88,12 +88,23 @@ def blob(type_: TensorType, file: WeightFile, offset: int, name: str) -> Blob:
     """
     record = file.record(offset)
     where = f"{file.path}: blob at offset {offset} of constant {name!r}"
-    # A bool is stored as bytes; the program may view 8-bit data as signed or unsigned, so only the width must agree.
-    if type_.dtype not in BITS or BITS[record.dtype] != BITS[type_.dtype]:
+    if not _fits(record.dtype, type_.dtype):
         raise ValueError(f"{where}: field dtype is {record.dtype}, the program says {type_.dtype}")
     if record.byte_count != type_.byte_count:
         raise ValueError(f"{where}: field size is {record.byte_count}, the program's {type_} needs {type_.byte_count}")
+    padding = 8 * record.byte_count - BITS[type_.dtype] * type_.element_count
+    if record.padding_bits != padding:
+        raise ValueError(
+            f"{where}: field padding is {record.padding_bits} bits, the program's {type_} leaves {padding}"
+        )
     return Blob(type_, file, offset, record)
+
+
+def _fits(stored: str, declared: str) -> bool:
+    # A bool is stored as bytes, and a program may view integers as signed or unsigned: there only the width must agree.
+    if declared not in BITS or BITS[stored] != BITS[declared]:
+        return False
+    return stored == declared or not {stored, declared} & {"fp16", "bf16", "fp32", "fp64", "fp8e4m3fn", "fp8e5m2"}
 
 
 def decode(data: np.ndarray, type_: TensorType) -> np.ndarray:

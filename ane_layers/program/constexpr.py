@@ -37,10 +37,11 @@ class Compressed:
         Raises:
             ValueError: the parts do not fit each other or the declared shape.
         """
+        parts = {name: part.array() for name, part in self.parts.items()}
         try:
-            result = _SCHEMES[self.scheme]({name: part.array() for name, part in self.parts.items()})[self.output]
-        except (KeyError, IndexError) as error:
-            raise ValueError(f"{self.scheme}: parts {', '.join(self.parts)} do not fit: {error!r}") from error
+            result = _SCHEMES[self.scheme](parts)[self.output]
+        except Exception as error:  # whatever damaged parts make numpy raise
+            raise ValueError(f"{self.scheme}: parts {', '.join(parts)} do not fit: {error}") from error
         if result.shape != self.type.shape:
             raise ValueError(f"{self.scheme}: shape is {list(result.shape)}, the program says {list(self.type.shape)}")
         return result.astype(NUMPY_TYPES[self.type.dtype], copy=False)
@@ -52,6 +53,11 @@ Constant: TypeAlias = Immediate | Blob | Compressed
 def is_compressed(operation: Operation) -> bool:
     """Whether the operation is a compressed constant of a kind that is known here."""
     return operation.type in _SCHEMES
+
+
+def schemes() -> frozenset[str]:
+    """The operations `constexpr_*` that are known here."""
+    return frozenset(_SCHEMES)
 
 
 def compressed(operation: Operation, known: Mapping[str, Constant]) -> dict[str, Compressed]:
@@ -82,7 +88,9 @@ def _lut_to_dense(parts: Arrays) -> tuple[np.ndarray, ...]:
     if "shape" in parts:
         # The first generation: one table, and indices packed in bytes.
         shape = tuple(int(size) for size in parts["shape"])
-        bits = int(math.log2(table.size))
+        bits = table.size.bit_length() - 1
+        if table.size != 1 << bits:
+            raise ValueError(f"lut has {table.size} entries, which is no power of 2")
         return (
             _look_up(unpack(indices, bits, math.prod(shape)).reshape(shape), table.reshape(*[1] * len(shape), -1, 1)),
         )
@@ -94,6 +102,9 @@ def _look_up(indices: np.ndarray, table: np.ndarray, vector_axis: int = -1) -> n
     """`table` has the axes of `indices`, one entry for each block of the axis, then (entries, vector)."""
     entries, vector = table.shape[-2:]
     blocks = table.shape[:-2]
+    if int(indices.max(initial=0)) >= entries:
+        # It would be looked up in the next block's table.
+        raise ValueError(f"index {int(indices.max())} is beyond the {entries} entries of lut")
     flat = np.ascontiguousarray(table).reshape(-1, vector)
     numbers = np.arange(math.prod(blocks)).reshape(blocks) * entries
     for axis in range(1, indices.ndim):

@@ -20,7 +20,7 @@ def model_file(folder: Path) -> Path:
         raise ValueError(f"{manifest}: manifest is missing, {folder.name} is no .mlpackage")
     try:
         content = json.loads(manifest.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{manifest}: not valid JSON: {error}") from error
     root = _field(content, "rootModelIdentifier", manifest)
     items = _field(content, "itemInfoEntries", manifest)

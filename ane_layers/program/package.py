@@ -39,7 +39,10 @@ class Package:
         folder = Path(path)
         file = model_file(folder)
         model = _parse(file)
-        functions = ProgramReader(folder, file).functions(model)
+        try:
+            functions = ProgramReader(folder, file).functions(model)
+        except RecursionError as error:
+            raise ValueError(f"{file}: its blocks are nested too deeply") from error
         return cls(
             path=folder,
             specification_version=int(model.specificationVersion),

@@ -10,6 +10,8 @@ import numpy as np
 
 from ane_layers.program.constants import NUMPY_TYPES, Constant, Immediate, blob, decode
 from ane_layers.program.files import inside
+from ane_layers.program.flexible import flexible_shapes
+from ane_layers.program.names import check_names
 from ane_layers.program.protocol import value_type
 from ane_layers.program.types import (
     Argument,
@@ -42,6 +44,8 @@ class ProgramReader:
             ValueError: the program or its description is unsound.
         """
         descriptions = {entry.name: entry for entry in model.description.functions}
+        if len(descriptions) < len(model.description.functions):
+            raise ValueError(f"{self._file}: field description.functions names a function twice")
         if not descriptions:
             # A package with a single function describes it at the top level.
             descriptions = {name: model.description for name in model.mlProgram.functions}
@@ -52,10 +56,13 @@ class ProgramReader:
             )
         if not descriptions:
             raise ValueError(f"{self._file}: field functions is empty: the program has nothing to run")
-        return {
+        functions = {
             name: self._function(name, model.mlProgram.functions[name], description)
             for name, description in descriptions.items()
         }
+        for file in self._weights.values():
+            file.check_layout()
+        return functions
 
     def _function(self, name: str, message: Any, description: Any) -> Function:
         where = f"{self._file}: function {name!r}"
@@ -66,9 +73,6 @@ class ProgramReader:
         inputs = self._values(message.inputs, where)
         produced = {value.name: value for value in inputs}
         produced.update((value.name, value) for operation in block.operations for value in operation.outputs)
-        missing = [output for output in block.outputs if output not in produced]
-        if missing:
-            raise ValueError(f"{where}: field outputs names {missing[0]!r}, which no operation gives")
         plain = tuple(value for value in inputs if not isinstance(value.type, StateType))
         states = tuple(value for value in inputs if isinstance(value.type, StateType))
         for kind, described, own in (
@@ -79,15 +83,18 @@ class ProgramReader:
             unknown = [entry.name for entry in described if entry.name not in own]
             if unknown:
                 raise ValueError(f"{where}: field description.{kind} names {unknown[0]!r}, which the program lacks")
-        return Function(
+        function = Function(
             name=name,
             inputs=plain,
-            outputs=tuple(produced[output] for output in block.outputs),
+            outputs=tuple(produced[output] for output in block.outputs if output in produced),
             states=states,
             block=block,
             opset=message.opset,
             optional_inputs=_optional_inputs(description.input),
+            flexible_inputs=flexible_shapes(description.input, where),
         )
+        check_names(function, where)
+        return function
 
     def _block(self, message: Any, where: str) -> Block:
         return Block(

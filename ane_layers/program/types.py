@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
+from ane_layers.program.flexible import FlexibleShape
+
 if TYPE_CHECKING:
     from ane_layers.program.constants import Constant
 
@@ -172,7 +174,10 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Function:
-    """One entry point. `inputs` leaves the states out; they are in `states`."""
+    """One entry point. `inputs` leaves the states out; they are in `states`.
+
+    `optional_inputs` may be left out by a caller, and have the value that then fills them; `flexible_inputs` allow several shapes.
+    """
 
     name: str
     inputs: tuple[Value, ...]
@@ -181,3 +186,4 @@ class Function:
     block: Block
     opset: str
     optional_inputs: Mapping[str, float] = field(default_factory=dict)
+    flexible_inputs: Mapping[str, FlexibleShape] = field(default_factory=dict)

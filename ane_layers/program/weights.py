@@ -10,6 +10,7 @@ The file is memory-mapped, for a weight file may exceed the memory of the machin
 
 from __future__ import annotations
 
+import bisect
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +68,7 @@ class WeightFile:
             raise ValueError(f"{path}: weight file is missing")
         status = path.stat()
         self._size = status.st_size
+        self._records: dict[int, BlobRecord] = {}
         # A package may be saved anew under the same name while its old weights are still in use.
         self.identity = (str(path.resolve()), status.st_ino, status.st_mtime_ns, status.st_size)
         if self._size < ALIGNMENT:
@@ -102,7 +104,24 @@ class WeightFile:
             )
         if padding_bits > 7:
             raise ValueError(f"{where}: field padding is {padding_bits} bits, more than 7")
-        return BlobRecord(_ELEMENT_TYPES[code], byte_count, data_offset, padding_bits)
+        self._records[offset] = BlobRecord(_ELEMENT_TYPES[code], byte_count, data_offset, padding_bits)
+        return self._records[offset]
+
+    def check_layout(self) -> None:
+        """Whether the data of no blob read so far runs over a record: data offsets that are wrong mostly do.
+
+        Blobs may share data, as a tied embedding and output head do.
+
+        Raises:
+            ValueError: one does.
+        """
+        offsets = sorted(self._records)
+        for offset, record in self._records.items():
+            following = bisect.bisect_right(offsets, record.data_offset - ALIGNMENT)
+            if following < len(offsets) and offsets[following] < record.data_offset + record.byte_count:
+                raise ValueError(
+                    f"{self.path}: blob at offset {offset}: its data runs over the record at {offsets[following]}"
+                )
 
     def data(self, record: BlobRecord) -> np.ndarray:
         """The blob's bytes as they are stored, uint8, still mapped: nothing is read before it is touched."""

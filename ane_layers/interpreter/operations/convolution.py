@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ane_layers.interpreter.operations.linear_algebra import vector_product
 from ane_layers.interpreter.registry import operation
 
 _CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
-@operation("conv")
+@operation("conv", stored=True)
 def conv(
     x: Tensor,
     weight: Tensor,
@@ -28,10 +30,25 @@ def conv(
     dilations = dilations or (1,) * axes
     kernel = tuple(weight.shape[2:])
     before, after = padding(pad_type, pad, tuple(x.shape[2:]), kernel, strides, dilations)
+    if groups == 1 and {*kernel, *strides} == {1} and not any((*before, *after)):
+        return _pointwise(x, weight, bias)
+    weight = weight.to(x.dtype)
     if before != after:
-        x = F.pad(x, _torch_order(before, after))
+        x = F.pad(x, torch_order(before, after))
         before = (0,) * axes
     return _CONVOLVE[axes](x, weight, bias, strides, before, dilations, groups)
+
+
+def _pointwise(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A convolution that is a product of matrices; torch takes up to three times as long to see it as a convolution."""
+    matrix = weight.flatten(1)  # [C', C]
+    columns = x.flatten(2)  # [B, C, S]
+    if columns.shape[0] == columns.shape[2] == 1:
+        result = vector_product(matrix, columns.flatten(1), bias)
+    else:
+        result = torch.matmul(matrix.to(x.dtype), columns)
+        result = result if bias is None else result + bias[:, None]
+    return result.reshape(x.shape[0], -1, *x.shape[2:])
 
 
 @operation("conv_transpose")
@@ -50,7 +67,7 @@ def conv_transpose(
     axes = x.ndim - 2
     strides = strides or (1,) * axes
     dilations = dilations or (1,) * axes
-    full = _TRANSPOSE[axes](x, weight, bias, strides, 0, 0, groups, dilations)
+    full = _TRANSPOSE[axes](x, weight, None, strides, 0, 0, groups, dilations)
     if pad_type == "custom":
         pad = pad or (0,) * 2 * axes
         before, after = pad[0::2], pad[1::2]
@@ -65,8 +82,9 @@ def conv_transpose(
         after = tuple(
             size - cut - wanted for size, cut, wanted in zip(full.shape[2:], before, output_shape[2:], strict=True)
         )
-    # Padding of a convolution is cut off here; a negative cut leaves room that no element of x reaches.
-    return F.pad(full, _torch_order(tuple(-cut for cut in before), tuple(-cut for cut in after)))
+    # Padding of a convolution is cut off here; a negative cut leaves room that no element of x reaches, but the bias does.
+    result = F.pad(full, torch_order(tuple(-cut for cut in before), tuple(-cut for cut in after)))
+    return result if bias is None else result + bias.reshape([-1, *[1] * axes])
 
 
 def padding(
@@ -98,6 +116,7 @@ def padding(
     return (smaller, larger) if pad_type == "same" else (larger, smaller)
 
 
-def _torch_order(before: tuple[int, ...], after: tuple[int, ...]) -> list[int]:
+def torch_order(before: tuple[int, ...], after: tuple[int, ...]) -> list[int]:
+    """Amounts before and after each axis as `F.pad` takes them."""
     # torch names the last axis first.
     return [amount for pair in zip(reversed(before), reversed(after), strict=True) for amount in pair]

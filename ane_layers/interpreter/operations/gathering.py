@@ -1,21 +1,34 @@
-"""Picking elements by index. An index outside its axis is refused, whether the program asks for a check or not."""
+"""Picking elements by index. An index outside its axis is refused, whether the program asks for a check or not.
+
+An index below 0 counts from the end in the opsets up to iOS16, and is outside from iOS17 on.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ane_layers.interpreter.registry import operation
+from ane_layers.interpreter.registry import Context, operation
 
 
-@operation("gather", exact=True)
-def gather(x: Tensor, indices: Tensor, axis: int = 0, batch_dims: int = 0, validate_indices: bool = False) -> Tensor:
+@operation("gather", exact=True, stored=True)
+def gather(
+    x: Tensor,
+    indices: Tensor,
+    context: Context,
+    axis: int = 0,
+    batch_dims: int = 0,
+    validate_indices: bool = False,
+) -> Tensor:
     """Shape: x[:axis] + indices[batch_dims:] + x[axis + 1:]."""
     del validate_indices
     axis %= x.ndim
+    indices = places(indices, x.shape[axis], context)
     if batch_dims == 0:
         picked = torch.index_select(x, axis, indices.reshape(-1))
-        return picked.reshape(*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :])
+        return picked.reshape(
+            (*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :])
+        )  # to () too, which is no argument at all
     batch, own = x.shape[:batch_dims], indices.shape[batch_dims:]
     # One row of indices for each batch element, and one flat axis for what follows the picked one.
     flat = x.reshape(batch.numel(), x.shape[batch_dims:axis].numel(), x.shape[axis], -1)
@@ -25,19 +38,22 @@ def gather(x: Tensor, indices: Tensor, axis: int = 0, batch_dims: int = 0, valid
 
 
 @operation("gather_along_axis", exact=True)
-def gather_along_axis(x: Tensor, indices: Tensor, axis: int = 0, validate_indices: bool = False) -> Tensor:
+def gather_along_axis(
+    x: Tensor, indices: Tensor, context: Context, axis: int = 0, validate_indices: bool = False
+) -> Tensor:
     del validate_indices
-    return torch.gather(x, axis, indices.long())
+    return torch.gather(x, axis, places(indices, x.shape[axis], context))
 
 
 @operation("gather_nd", exact=True)
-def gather_nd(x: Tensor, indices: Tensor, batch_dims: int = 0, validate_indices: bool = False) -> Tensor:
+def gather_nd(
+    x: Tensor, indices: Tensor, context: Context, batch_dims: int = 0, validate_indices: bool = False
+) -> Tensor:
     """Shape: indices[:-1] + x[batch_dims + indices[-1]:]."""
     del validate_indices
     depth = indices.shape[-1]
     axes = x.shape[batch_dims : batch_dims + depth]
-    _check_range(indices, torch.tensor(axes))
-    parts = list(indices.long().unbind(-1))
+    parts = [places(part, size, context) for part, size in zip(indices.unbind(-1), axes, strict=True)]
     # The batch axes are picked by their own running number, shaped to meet the indices.
     own = [
         torch.arange(x.shape[axis]).reshape([-1 if axis == other else 1 for other in range(indices.ndim - 1)])
@@ -61,8 +77,22 @@ def one_hot(
     return torch.where(torch.arange(one_hot_vector_size).reshape(shape) == indices.unsqueeze(axis), on, off)
 
 
-def _check_range(indices: Tensor, sizes: Tensor) -> None:
-    outside = (indices < 0) | (indices >= sizes)
+@operation("non_zero")
+def non_zero(x: Tensor) -> Tensor:
+    """Shape: (elements other than 0, axes of x)."""
+    return torch.nonzero(x)
+
+
+def places(indices: Tensor, size: int, context: Context) -> Tensor:
+    """Indices into an axis of `size`, none below 0.
+
+    Raises:
+        ValueError: one of them is outside the axis.
+    """
+    indices = indices.long()
+    if context.negative_indices:
+        indices = torch.where(indices < 0, indices + size, indices)
+    outside = (indices < 0) | (indices >= size)
     if bool(outside.any()):
-        place = outside.nonzero()[0]
-        raise ValueError(f"index {indices[tuple(place)].item()} is outside an axis of {sizes[place[-1]].item()}")
+        raise ValueError(f"index {indices[outside][0].item()} is outside an axis of {size}")
+    return indices

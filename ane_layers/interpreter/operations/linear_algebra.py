@@ -19,9 +19,24 @@ def matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = 
     return torch.matmul(x, y)
 
 
-@operation("linear")
+@operation("linear", stored=True)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return F.linear(x, weight, bias)
+    if x.numel() == x.shape[-1]:
+        return vector_product(weight, x, bias)
+    return F.linear(x, weight.to(x.dtype), bias)
+
+
+def vector_product(weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    """One vector times a matrix that may be kept in fp16.
+
+    Then x holds fp16 numbers as well and the result is going to be rounded to fp16, so torch may multiply in fp16; it adds up in
+    fp32. With a bias the sum would be rounded twice, so the matrix is widened.
+
+    Shape: weight (C', C), x (..., C) with one vector in all → (..., C').
+    """
+    if weight.dtype != torch.float16 or bias is not None:
+        return F.linear(x, weight.to(x.dtype), bias)
+    return F.linear(x.half(), weight).float()
 
 
 @operation("einsum")

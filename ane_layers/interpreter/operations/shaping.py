@@ -76,6 +76,8 @@ def flatten2d(x: Tensor, axis: int = 1) -> Tensor:
 
 @operation("concat", exact=True)
 def concat(values: tuple[Tensor, ...], axis: int, interleave: bool = False) -> Tensor:
+    # Scalars give a vector: so the converter puts a shape together that is known only when the program runs.
+    values = tuple(value.reshape(1) if value.ndim == 0 else value for value in values)
     if not interleave:
         return torch.cat(values, axis)
     axis %= values[0].ndim
@@ -108,6 +110,20 @@ def tile(x: Tensor, reps: tuple[int, ...]) -> Tensor:
 @operation("reverse", exact=True)
 def reverse(x: Tensor, axes: tuple[int, ...] | None = None) -> Tensor:
     return torch.flip(x, list(range(x.ndim)) if axes is None else list(axes))
+
+
+@operation("reverse_sequence", exact=True)
+def reverse_sequence(x: Tensor, lengths: Tensor, seq_axis: int = 0, batch_axis: int = 0) -> Tensor:
+    """Turns round the first `lengths[b]` elements of the sequence in each place of the batch axis."""
+    size = x.shape[seq_axis]
+    if lengths.numel() != x.shape[batch_axis]:
+        raise ValueError(f"lengths has {lengths.numel()} entries for a batch of {x.shape[batch_axis]}")
+    lengths = lengths.reshape([-1 if axis == batch_axis % x.ndim else 1 for axis in range(x.ndim)])
+    if bool(((lengths < 0) | (lengths > size)).any()):
+        raise ValueError(f"lengths is {lengths.reshape(-1).tolist()} for sequences of {size}")
+    places = torch.arange(size).reshape([-1 if axis == seq_axis % x.ndim else 1 for axis in range(x.ndim)])
+    places = torch.where(places < lengths, lengths - 1 - places, places)
+    return torch.gather(x, seq_axis, places.expand(x.shape))
 
 
 @operation("pad", view=True)
@@ -167,32 +183,6 @@ def cumsum(x: Tensor, axis: int = 0, exclusive: bool = False, reverse: bool = Fa
         zero = torch.zeros_like(x.narrow(axis, 0, min(1, x.shape[axis])))
         x = torch.cat([zero, x.narrow(axis, 0, max(x.shape[axis] - 1, 0))], axis)
     return torch.cumsum(x, axis)
-
-
-@operation("depth_to_space", view=True)
-def depth_to_space(x: Tensor, block_size: int) -> Tensor:
-    """Shape: (B, C · b², H, W) → (B, C, H · b, W · b); the block's place is the outer part of the channel."""
-    B, C, height, width = x.shape
-    x = x.reshape(B, block_size, block_size, C // block_size**2, height, width)
-    return x.permute(0, 3, 4, 1, 5, 2).reshape(B, -1, height * block_size, width * block_size)
-
-
-@operation("space_to_depth", view=True)
-def space_to_depth(x: Tensor, block_size: int) -> Tensor:
-    """Undoes `depth_to_space`."""
-    B, C, height, width = x.shape
-    x = x.reshape(B, C, height // block_size, block_size, width // block_size, block_size)
-    return x.permute(0, 3, 5, 1, 2, 4).reshape(B, -1, height // block_size, width // block_size)
-
-
-@operation("pixel_shuffle", view=True)
-def pixel_shuffle(x: Tensor, upscale_factor: int) -> Tensor:
-    return F.pixel_shuffle(x, upscale_factor)
-
-
-@operation("pixel_unshuffle", view=True)
-def pixel_unshuffle(x: Tensor, downscale_factor: int) -> Tensor:
-    return F.pixel_unshuffle(x, downscale_factor)
 
 
 @operation("sliding_windows", view=True)
