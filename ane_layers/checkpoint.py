@@ -191,6 +191,8 @@ def check_float16(name: str, tensor: Tensor, *, file: Path | None = None) -> Non
     """
     # Rounding keeps the order, so that the two extremes answer for all values.
     for value in _extremes(tensor):
+        if torch.isnan(value):
+            raise CheckpointError(f"{f'{file.name}: ' if file else ''}{name!r} holds NaN")
         if not torch.isfinite(value.to(torch.float16)):
             told = f"{f'{file.name}: ' if file else ''}{name!r} holds {value.item():g}, beyond fp16's 65504"
             raise CheckpointError(f"{told}; scale it down, or keep it in {tensor.dtype} for a check in fp32")

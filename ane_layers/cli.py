@@ -40,7 +40,9 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 def convert(
     folder: Folder,
     output: Annotated[Path, typer.Option("--output", "-o", help="Package to write, ending in .mlpackage.")],
-    context: Annotated[int, typer.Option(help="Slots of the KV cache.")] = 4096,
+    context: Annotated[
+        int | None, typer.Option(help="Slots of the KV cache; 4096, or the model's longest if that is less.")
+    ] = None,
     prefill: Annotated[int, typer.Option(help="Tokens in a prefill block.")] = 64,
     head_sharing: Annotated[
         HeadSharingOption, typer.Option(help="How query heads share KV heads.")
@@ -56,14 +58,18 @@ def convert(
     if kv is not KvOption.in_place:
         raise ValueError(f"--kv {kv} is not supported yet; in_place is")
     from ane_layers.analysis import inspect as inspect_package
+    from ane_layers.conversion import check_target
     from ane_layers.hub import resolve
-    from ane_layers.models import from_folder
+    from ane_layers.models import from_folder, longest_context
 
+    check_target(output)  # before anything is loaded
     started = time.monotonic()
     with console.progress() as say:
         say(f"loading {folder}")
+        source = resolve(folder, progress=say)
+        slots = min(4096, longest_context(source)) if context is None else context
         options: dict[str, Any] = {"head_sharing": head_sharing.value, "head_pieces": head_pieces}
-        model = from_folder(resolve(folder, progress=say), context_length=context, dtype=None, fuse=fuse, **options)
+        model = from_folder(source, context_length=slots, dtype=None, fuse=fuse, **options)
         package = model.convert(
             output, prefill=prefill, all_logits=all_logits, duplicate_tied=duplicate_tied, progress=say
         )
@@ -114,7 +120,7 @@ def verify(
     from ane_layers.verification import verify as verify_package
 
     with console.progress() as say:
-        count = int(tokens) if tokens is not None and tokens.isascii() and tokens.isdigit() else None
+        count = int(tokens) if tokens is not None and tokens.isascii() and tokens.lstrip("-").isdigit() else None
         ids: int | list[int] | None = count
         if text is not None:
             ids = text_tokens(text, folder, DEFAULT_COUNT if count is None else count)

@@ -78,7 +78,10 @@ class Session:
         self._state = self._decode.make_state()
 
     def extend(self, tokens: Sequence[int], *, prefill: bool = True) -> list[Logits]:
-        """Runs further tokens; as many as fill whole blocks through `prefill`, the others through `decode`.
+        """Runs further tokens: whole blocks through `prefill`, and the rest in a padded one but for the last token, which `decode` takes.
+
+        Padding writes rows behind the tokens, into slots that the mask hides and that later tokens overwrite. Where a whole block does
+        not fit before the end of the context, and for one or two tokens, `decode` does it all.
 
         Args:
             tokens: ids, at least one.
@@ -94,9 +97,16 @@ class Session:
         results = []
         start = 0
         while start < len(tokens):
-            whole = prefill and len(tokens) - start >= self.block
-            length = self.block if whole else 1
-            results.append(self._call(self._prefill if whole else self._decode, tokens[start : start + length]))
+            left = len(tokens) - start
+            if prefill and left >= self.block:
+                length = self.block
+                results.append(self._call(self._prefill, tokens[start : start + length]))
+            elif prefill and left > 2 and self.position + self.block <= self.context_length:
+                length = left - 1
+                self._call(self._prefill, tokens[start : start + length], padding=self.block - length)
+            else:
+                length = 1
+                results.append(self._call(self._decode, tokens[start : start + length]))
             start += length
         return results
 
@@ -117,10 +127,11 @@ class Session:
             if not 0 <= token < vocabulary:
                 raise ValueError(f"token {token} is outside the vocabulary 0 … {vocabulary - 1}")
 
-    def _call(self, program: Runtime, tokens: Sequence[int]) -> Logits:
-        mask = causal_mask(self.position, len(tokens), self.context_length).numpy().astype(np.float16)
+    def _call(self, program: Runtime, tokens: Sequence[int], padding: int = 0) -> Logits:
+        length = len(tokens) + padding
+        mask = causal_mask(self.position, length, self.context_length).numpy().astype(np.float16)
         inputs: dict[str, np.ndarray] = {
-            "inputIds": np.asarray([tokens], dtype=np.int32),
+            "inputIds": np.asarray([[*tokens, *[0] * padding]], dtype=np.int32),
             "position": np.asarray([self.position], dtype=np.int32),
             "causalMask": mask,
         }

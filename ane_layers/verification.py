@@ -111,7 +111,7 @@ def verify(
         tokens: ids, or how many (256 by default, or the context if that is less) of the bundled held-out text; random ones if the
             folder has no tokenizer.
         mode: arithmetic of the interpreter (see `MLProgram`).
-        seed: if given, the ids are random in any case.
+        seed: if given, and `tokens` holds no ids, they are random even where there is a tokenizer.
         progress: called with a line of text at each step.
 
     Raises:
@@ -121,6 +121,7 @@ def verify(
     say("loading the package")
     session = Session(package, mode=mode, diagnose=True)
     ids = _token_ids(tokens, folder, session, seed)
+    session.check(ids)
     say("running the reference")
     model = from_folder(folder, context_length=len(ids), fuse=False)
     for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
@@ -130,11 +131,11 @@ def verify(
             )
     reference = model.extend(torch.tensor([ids]))[0]
     del model
-    blocks = max(1, len(ids) // 2 // session.block) if len(ids) > session.block else 0
-    split = blocks * session.block
+    # At least one block, if need be a padded one.
+    split = max(1, len(ids) // 2 // session.block) * session.block if len(ids) >= session.block else len(ids) - 1
     say(f"running the package: {split} tokens in blocks, {len(ids) - split} one by one")
-    results = session.extend(ids[:split]) if split else []
-    results += session.extend(ids[split:], prefill=False)
+    results = session.extend(ids[:split])
+    results += session.extend(ids[split:], prefill=False) if split < len(ids) else []
     rows = _by_position(results)
     if len(rows) < len(ids):
         session.reset()

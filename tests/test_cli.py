@@ -95,6 +95,11 @@ def test_verify_takes_a_file_of_ids(package: Path, folder: Path, tmp_path: Path,
     file.write_text("[3, 5, 8]\n13 21, 34\n")
     result = in_process("verify", package, folder, "--tokens", file, "--json")
     assert json.loads(result.stdout)["tokens"] == 6
+    file.write_text("3 999999 5")
+    result = in_process("verify", package, folder, "--tokens", file)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert "token 999999 is outside the vocabulary" in result.stderr
+    assert "tokens must be within 2" in in_process("verify", package, folder, "--tokens", "-5").stderr
     file.write_text("3 five")
     result = in_process("verify", package, folder, "--tokens", file)
     assert result.returncode == 1
@@ -188,7 +193,7 @@ def test_head_sharing_is_one_flag(folder: Path, package: Path, tmp_path: Path) -
     [
         (["convert", "{missing}", "-o", "{out}"], "no such folder"),
         (
-            ["convert", "{folder}", "-o", "{out}"],
+            ["convert", "{folder}", "-o", "{out}", "--context", "4096"],
             "context_length must be within 1 … max_position_embeddings (256), got 4096",
         ),
         (["convert", "{folder}", "-o", "{out}", "--context", "32", "--prefill", "33"], "prefill must be within 2 …"),

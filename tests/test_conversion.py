@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -145,7 +146,8 @@ def test_position_read_by_int_is_refused(tmp_path: Path) -> None:
             self.cache.value[:, :, slot : slot + 1, :] = x
             return self.cache.key + self.cache.value
 
-    with pytest.raises(ConversionError, match=r"input position has no effect.*int\(\)"):
+    warned = pytest.warns(UserWarning, match="a tensor became a Python value")
+    with warned, pytest.raises(ConversionError, match=r"input position has no effect.*int\(\)"):
         convert(Baked(), tmp_path / "m.mlpackage", example_inputs=CACHED_INPUTS, states=CACHED_STATES)
     assert list(tmp_path.iterdir()) == []
 
@@ -564,3 +566,125 @@ def test_rotary_table_is_exact_at_the_end_of_the_context(tmp_path: Path) -> None
     np.testing.assert_allclose(rows["sin"][0, 0], np.concatenate([-np.sin(angles), np.sin(angles)], axis=1), atol=1e-3)
     with pytest.raises(ValueError, match=r"gather.*index 4096 is outside an axis of 4096"):
         program.predict({"position": np.array([4095], np.int32)})
+
+
+def test_branch_on_a_value_is_warned_about(tmp_path: Path) -> None:
+    class Branch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q = Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.q(x)
+            return y if y.abs().max() > 0.1 else y * 100
+
+    with pytest.warns(UserWarning, match=r"test_conversion\.py:\d+: a tensor became a Python value while tracing"):
+        convert(Branch(), tmp_path / "m.mlpackage", example_inputs={"x": torch.zeros(1, 8, 1, 1)})
+
+
+def test_names_of_weights_never_clash(tmp_path: Path) -> None:
+    """A module list begins with digits, `a.b` and `a_b` become the same word, and an input may be called like a weight."""
+
+    class Names(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a_b = Linear(8, 8)
+            self.a = nn.ModuleDict({"b": Linear(8, 8)})
+
+        def forward(self, a_b_weight: Tensor) -> Tensor:
+            return self.a_b(a_b_weight) - self.a["b"](a_b_weight)
+
+    torch.manual_seed(0)
+    x = torch.randn(1, 8, 1, 2).half()
+    sequence = nn.Sequential(Linear(8, 8), nn.ReLU(), Linear(8, 8))
+    for name, module, label in (("s", sequence, "x"), ("n", Names(), "a_b_weight")):
+        package = convert(module, tmp_path / f"{name}.mlpackage", example_inputs={label: x})
+        assert snr_db(module(x.float()), run(package.path, {label: x.numpy()})["output"]) > 55
+
+
+def test_inputs_are_passed_by_name_where_they_can_be(tmp_path: Path) -> None:
+    class Difference(nn.Module):
+        def forward(self, a: Tensor, b: Tensor, *, keep: Tensor) -> Tensor:
+            return (a - 2 * b).masked_fill(~keep, 0)
+
+    a, b = torch.randn(2, 1, 4).half()
+    keep = torch.tensor([[True, False, True, True]])
+    package = convert(Difference(), tmp_path / "m.mlpackage", example_inputs={"b": b, "keep": keep, "a": a})
+    actual = run(package.path, {"a": a.numpy(), "b": b.numpy(), "keep": keep.numpy().astype(np.int32)})["output"]
+    assert snr_db((a - 2 * b).float().masked_fill(~keep, 0), actual) > 55
+
+
+def test_functions_may_use_different_states(tmp_path: Path) -> None:
+    class Two(Cached):
+        def forward(self, x: Tensor, position: Tensor | None = None) -> Tensor:
+            return x * 3 if position is None else super().forward(x, position)
+
+    functions = {
+        "step": FunctionSpec(inputs=CACHED_INPUTS),
+        "plain": FunctionSpec(inputs={"x": torch.zeros(1, 2, 1, 4)}, states=()),
+    }
+    package = convert(Two(), tmp_path / "m.mlpackage", functions=functions, states=CACHED_STATES)
+    assert [len(package.function(name).states) for name in functions] == [2, 0]
+    x = np.full((1, 2, 1, 4), 2, np.float16)
+    np.testing.assert_array_equal(run(package.path, {"x": x}, "plain")["output"], 3 * x)
+
+
+def test_values_and_flags_of_the_module_are_kept(tmp_path: Path) -> None:
+    class Frozen(Cached):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop = nn.Dropout(0.5).eval()
+
+        def forward(self, x: Tensor, position: Tensor) -> Tensor:
+            return self.drop(super().forward(x + 1, position))
+
+    module = Frozen()
+    module.train()
+    module.drop.eval()
+    convert(module, tmp_path / "m.mlpackage", example_inputs=CACHED_INPUTS, states=CACHED_STATES)
+    with pytest.raises(ConversionError):
+        convert(module, tmp_path / "m.mlpackage", example_inputs=CACHED_INPUTS, states={})
+    assert not module.cache.key.any()
+    assert not module.cache.value.any()
+    assert (module.training, module.cache.training, module.drop.training) == (True, True, False)
+
+
+def test_interrupt_between_old_and_new_keeps_the_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "m.mlpackage"
+    convert(Linear(8, 8), path, example_inputs={"x": torch.zeros(1, 8, 1, 1)})
+    replace = os.replace
+
+    def interrupted(source: Path, target: Path) -> None:
+        if Path(target) == path and "replaced" not in str(source):
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        convert(Linear(8, 4), path, example_inputs={"x": torch.zeros(1, 8, 1, 1)})
+    assert str(Package.open(path).function().outputs[0].type) == "fp16[1, 8, 1, 1]"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["m.mlpackage"]
+
+
+def test_further_mistakes_are_refused_by_name(tmp_path: Path) -> None:
+    path, x = tmp_path / "m.mlpackage", torch.zeros(1, 8, 1, 1)
+
+    class Named(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"y": x + 1}
+
+    broken = Linear(8, 8)
+    broken.weight.data[1, 2] = float("nan")
+    norm = RMSNorm(8, eps=1e-5, dim=1)
+    norm.weight.data[3] = float("nan")
+    with pytest.raises(ValueError, match=r"'weight' holds NaN"):
+        convert(broken, path, example_inputs={"x": x})
+    with pytest.raises(ValueError, match=r"tensor weight holds NaN"):
+        convert(norm, path, example_inputs={"x": x})
+    with pytest.raises(ConversionError, match=r"forward returns dict; return a tensor or a tuple"):
+        convert(Named(), path, example_inputs={"x": x})
+    with pytest.raises(ValueError, match=r"example of input x must be a tensor, got 0"):
+        convert(Linear(8, 8), path, example_inputs={"x": 0})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match=r"two states name the same buffer"):
+        convert(Cached(), path, example_inputs=CACHED_INPUTS, states={"a": "cache.key", "b": "cache.key"})
+    assert list(tmp_path.iterdir()) == []

@@ -90,6 +90,45 @@ def test_both_head_sharings_give_the_same_greedy_tokens(
     assert written["fold"] == ids[len(prompt) :]
 
 
+def test_a_padded_last_block_leaves_no_trace(packages: dict[str, Path]) -> None:
+    """A prompt that does not fill its blocks: the rest but one goes through a padded block, whose extra rows are never seen."""
+    ids = token_ids(CONTEXT)
+    one_by_one, blocks = Session(packages["fold"]), Session(packages["fold"])
+    reference = {result.first: result.values[0] for result in one_by_one.extend(ids, prefill=False)}
+    start = 0
+    for count in (
+        3,
+        7,
+        5,
+        8,
+        6,
+        3,
+    ):  # 3: padded alone; 7: a block and a padded one; the last ones reach the end of the context
+        results = blocks.extend(ids[start : start + count])
+        start += count
+        assert results[-1].first == start - 1
+        for result in results:
+            np.testing.assert_allclose(result.values[0], reference[result.first], atol=1e-4)
+    assert start == CONTEXT
+    for name in ("keyCache", "valueCache"):
+        np.testing.assert_allclose(blocks._state.read_state(name), one_by_one._state.read_state(name), atol=1e-4)
+
+
+def test_verify_always_runs_a_block(folder: Path, packages: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    call = Session._call
+
+    def counted(session: Session, program: Any, tokens: list[int], padding: int = 0) -> Any:
+        calls.append(len(tokens) + padding)
+        return call(session, program, tokens, padding)
+
+    monkeypatch.setattr(Session, "_call", counted)
+    for tokens in (4, 5, 9):
+        calls.clear()
+        assert verify(packages["fold"], folder, tokens=tokens).tokens == tokens
+        assert BLOCK in calls
+
+
 def test_past_the_end_is_refused_and_the_cache_is_kept(folder: Path, packages: dict[str, Path]) -> None:
     ids = token_ids(CONTEXT)
     session = Session(packages["fold"])

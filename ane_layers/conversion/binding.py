@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 
 from ane_layers.checkpoint import to_float16_checked
-from ane_layers.conversion.tracing import constant_name
 from ane_layers.conversion.weights import WeightWriter
 from ane_layers.program.weights import ALIGNMENT, WeightFile
 
@@ -21,13 +20,18 @@ _FILE_NAME = "@model_path/weights/weight.bin"
 class BoundWeight:
     """Where a late-bound weight is stored."""
 
-    shape: tuple[int, ...]
+    name: str
     offset: int
 
 
 def bind_weights(
-    weights: Mapping[str, Tensor], writer: WeightWriter, *, duplicate_tied: bool, progress: Callable[[str], None]
-) -> dict[str, BoundWeight]:
+    weights: Mapping[str, Tensor],
+    names: Mapping[str, str],
+    writer: WeightWriter,
+    *,
+    duplicate_tied: bool,
+    progress: Callable[[str], None],
+) -> list[BoundWeight]:
     """Streams weights into the weight file as fp16, one at a time.
 
     A weight that is a view into another one (the pieces of a head tied to the embedding) becomes a record over the same bytes, so that
@@ -35,6 +39,7 @@ def bind_weights(
 
     Args:
         weights: by path of the parameter.
+        names: of their constants, by path.
         writer: of the weight file.
         duplicate_tied: whether views get bytes of their own.
         progress: called with a line of text now and then.
@@ -42,7 +47,7 @@ def bind_weights(
     Raises:
         ValueError: naming the weight, if a value is outside fp16's range.
     """
-    bound: dict[str, BoundWeight] = {}
+    bound: list[BoundWeight] = []
     parts = {} if duplicate_tied else _parts(weights)
     inside = {part for views in parts.values() for part, _ in views}
     for count, (path, weight) in enumerate(weights.items()):
@@ -54,8 +59,8 @@ def bind_weights(
         views = parts.get(path, [])
         records = [(2 * start, 2 * weights[part].numel()) for part, start in views]
         offsets = writer.add_with_parts("fp16", stored.numpy(), records)
-        for name, offset in zip([path, *(part for part, _ in views)], offsets, strict=True):
-            bound[name] = BoundWeight(tuple(weights[name].shape), offset)
+        for owner, offset in zip([path, *(part for part, _ in views)], offsets, strict=True):
+            bound.append(BoundWeight(names[owner], offset))
     return bound
 
 
@@ -82,16 +87,14 @@ def _parts(weights: Mapping[str, Tensor]) -> dict[str, list[tuple[str, int]]]:
     return parts
 
 
-def bind_function(
-    function: Any, bound: Mapping[str, BoundWeight], source: WeightFile | None, writer: WeightWriter
-) -> None:
+def bind_function(function: Any, bound: Sequence[BoundWeight], source: WeightFile | None, writer: WeightWriter) -> None:
     """Completes one function's protobuf message in place.
 
     Inputs that stand for weights become constants over the weight file; the function's own constants move from the converter's file.
     """
     from coremltools.proto import MIL_pb2
 
-    names = {constant_name(path): weight for path, weight in bound.items()}
+    names = {weight.name: weight for weight in bound}
     types = {}
     for i in reversed(range(len(function.inputs))):
         if function.inputs[i].name in names:
@@ -144,7 +147,7 @@ def _move(value: Any, source: WeightFile | None, writer: WeightWriter) -> None:
 
 
 def merge_functions(
-    specs: Mapping[str, Any], bound: Mapping[str, BoundWeight], files: Mapping[str, Path], writer: WeightWriter
+    specs: Mapping[str, Any], bound: Sequence[BoundWeight], files: Mapping[str, Path], writer: WeightWriter
 ) -> Any:
     """One model specification out of several with one function each; the first is the default.
 
@@ -160,7 +163,7 @@ def merge_functions(
     merged.mlProgram.version = specs[first].mlProgram.version
     # Which versions of coremltools and torch wrote the graph.
     merged.description.metadata.userDefined.update(specs[first].description.metadata.userDefined)
-    late = {constant_name(path) for path in bound}
+    late = {weight.name for weight in bound}
     for name, spec in specs.items():
         source = WeightFile(files[name]) if name in files else None
         function = merged.mlProgram.functions[name]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from ane_layers.conversion.errors import ConversionError
 from ane_layers.program import Function, Operation, Package, Reference, TensorType
@@ -28,40 +29,35 @@ class Expectations:
     highest_rank: int = 5
 
 
-def check_package(
-    package: Package,
-    *,
-    inputs: Mapping[str, Mapping[str, tuple[str, tuple[int, ...]]]],
-    outputs: Mapping[str, Iterable[str]],
-    states: Mapping[str, tuple[int, ...]],
-    expectations: Expectations,
-) -> None:
-    """Holds the package against what was asked for.
+Feature: TypeAlias = tuple[str, tuple[int, ...]]
+"""dtype and shape."""
 
-    Args:
-        package: as read from disk.
-        inputs: name, dtype and shape of every input, by function.
-        outputs: names of the outputs, by function.
-        states: shape of every state.
-        expectations: see there.
+
+@dataclass(frozen=True, kw_only=True)
+class Interface:
+    """What a function was asked to take and give, by name: inputs, outputs in order, and the shapes of its states."""
+
+    inputs: Mapping[str, Feature]
+    outputs: Mapping[str, Feature]
+    states: Mapping[str, tuple[int, ...]]
+
+
+def check_package(package: Package, wanted: Mapping[str, Interface], expectations: Expectations) -> None:
+    """Holds a package, as read from disk, against what was asked for.
 
     Raises:
         ConversionError: naming the function and what is wrong.
     """
-    if set(package.functions) != set(inputs):
-        raise ConversionError(f"the package has functions {sorted(package.functions)}, expected {sorted(inputs)}")
+    if set(package.functions) != set(wanted):
+        raise ConversionError(f"the package has functions {sorted(package.functions)}, expected {sorted(wanted)}")
     for name, function in package.functions.items():
-        _check_features(function, inputs[name], outputs[name], states)
-        _check_states(function, states, expectations)
+        _check_features(function, wanted[name])
+        _check_states(function, wanted[name].states, expectations)
         _check_graph(function, expectations)
 
 
-def _check_features(
-    function: Function,
-    inputs: Mapping[str, tuple[str, tuple[int, ...]]],
-    outputs: Iterable[str],
-    states: Mapping[str, tuple[int, ...]],
-) -> None:
+def _check_features(function: Function, wanted: Interface) -> None:
+    inputs = wanted.inputs
     found = {value.name: (value.tensor_type.dtype, value.tensor_type.shape) for value in function.inputs}
     # A function that does not use an input loses it.
     wrong = {name: found.get(name) for name, wanted in inputs.items() if found.get(name) != wanted}
@@ -76,11 +72,15 @@ def _check_features(
             f"function {function.name}: input {idle[0]} has no effect; a value that is read from a tensor by int() or .item() while "
             "tracing becomes a constant"
         )
-    names = [value.name for value in function.outputs]
-    if names != list(outputs):
-        raise ConversionError(f"function {function.name}: outputs are {names}, expected {list(outputs)}")
+    outputs = {value.name: (value.tensor_type.dtype, value.tensor_type.shape) for value in function.outputs}
+    if list(outputs) != list(wanted.outputs):
+        raise ConversionError(f"function {function.name}: outputs are {list(outputs)}, expected {list(wanted.outputs)}")
+    for name, feature in wanted.outputs.items():
+        # A scalar comes out as an array of one element.
+        if outputs[name] != feature and (feature[1] or outputs[name] != (feature[0], (1,))):
+            raise ConversionError(f"function {function.name}: output {name} is {outputs[name]}, expected {feature}")
     kept = {value.name: value.tensor_type for value in function.states}
-    for name, shape in states.items():
+    for name, shape in wanted.states.items():
         if name not in kept:
             raise ConversionError(
                 f"function {function.name}: state {name} was lost; is it read and written in forward?"

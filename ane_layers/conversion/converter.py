@@ -6,17 +6,16 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ane_layers import __version__
 from ane_layers.conversion.binding import bind_weights, merge_functions
-from ane_layers.conversion.check import WEIGHT_LIMIT, Expectations, check_package
+from ane_layers.conversion.check import WEIGHT_LIMIT, Expectations, Feature, Interface, check_package
 from ane_layers.conversion.errors import ConversionError
 from ane_layers.conversion.files import move_into_place, workspace, write_manifest
-from ane_layers.conversion.tracing import FunctionSpec, converted, late_bound_weights
+from ane_layers.conversion.tracing import Converted, FunctionSpec, constant_names, converted, late_bound_weights
 from ane_layers.conversion.weights import WeightWriter
 from ane_layers.program import Package
 
@@ -62,15 +61,16 @@ def convert(
     """
     target = Path(path)
     say = progress or (lambda line: None)
+    check_target(target)
     specs = _functions(example_inputs, functions, outputs)
     states = dict(states or {})
-    _check_arguments(module, target, specs, states)
+    _check_arguments(module, specs, states)
     with workspace(target) as folder:
         package = folder / target.name
         (package / "Data/com.apple.CoreML/weights").mkdir(parents=True)
-        _write(module, package, specs, states, metadata or {}, duplicate_tied, say)
+        results = _write(module, package, specs, states, metadata or {}, duplicate_tied, say)
         say("reading back and checking")
-        _check(Package.open(package), module, specs, states, expectations or Expectations())
+        _check(Package.open(package), module, specs, states, results, expectations or Expectations())
         move_into_place(package, target, folder)
     return Package.open(target)
 
@@ -88,17 +88,30 @@ def _functions(
     return {"main": FunctionSpec(inputs=example_inputs, outputs=tuple(outputs))}
 
 
-def _check_arguments(
-    module: nn.Module, target: Path, specs: Mapping[str, FunctionSpec], states: Mapping[str, str]
-) -> None:
+def check_target(target: Path) -> None:
+    """Whether a package can be written there. Raises `ValueError` with the reason."""
     if target.suffix != ".mlpackage":
         raise ValueError(f"{target}: a package's name must end in .mlpackage")
     if target.exists() and not (target / "Manifest.json").is_file():
         raise ValueError(f"{target}: exists and is no .mlpackage, so it is not replaced")
+    if not target.parent.is_dir():
+        raise ValueError(f"{target.parent}: is not a folder, so {target.name} cannot be written there")
+
+
+def _check_arguments(module: nn.Module, specs: Mapping[str, FunctionSpec], states: Mapping[str, str]) -> None:
     names = [*states, *(name for spec in specs.values() for name in (*spec.inputs, *spec.outputs)), *specs]
     for name in names:
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
             raise ValueError(f"convert: {name!r} is no name that Core ML accepts (letters, digits and _)")
+    for spec in specs.values():
+        if wrong := [name for name, value in spec.inputs.items() if not isinstance(value, Tensor)]:
+            raise ValueError(
+                f"convert: the example of input {wrong[0]} must be a tensor, got {spec.inputs[wrong[0]]!r}"
+            )
+        if unknown := [name for name in spec.states or () if name not in states]:
+            raise ValueError(f"convert: a function uses state {unknown[0]}, which is not among the states")
+    if len(set(states.values())) < len(states):
+        raise ValueError(f"convert: two states name the same buffer: {dict(states)}")
     buffers = dict(module.named_buffers(remove_duplicate=False))
     for name, buffer in states.items():
         if buffer not in buffers:
@@ -120,6 +133,8 @@ def _check_range(module: nn.Module, states: set[str]) -> None:
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if name in late or name in states or not tensor.is_floating_point() or tensor.numel() == 0:
             continue
+        if torch.isnan(tensor.detach()).any():
+            raise ValueError(f"convert: tensor {name} holds NaN")
         finite = tensor.detach()[torch.isfinite(tensor)].abs()
         if finite.numel() and float(finite.max()) > LARGEST_FP16:
             raise ValueError(
@@ -135,18 +150,22 @@ def _write(
     metadata: Mapping[str, str],
     duplicate_tied: bool,
     say: Callable[[str], None],
-) -> None:
+) -> dict[str, list[Feature]]:
+    """Fills the package's folder; returns the types of each function's results in the trace."""
     data = package / "Data/com.apple.CoreML"
-    models: dict[str, Any] = {}
+    weights = {path: weight.detach() for path, weight in late_bound_weights(module).items()}
+    taken = {label for spec in specs.values() for label in (*spec.inputs, *spec.outputs)} | set(states)
+    names = constant_names(weights, taken)
+    functions: dict[str, Converted] = {}
     for i, (name, spec) in enumerate(specs.items()):
         say(f"converting function {name} ({i + 1} of {len(specs)})")
-        models[name] = converted(module, spec, states)
+        functions[name] = converted(module, spec, spec.own_states(states), names)
+    models = {name: function.model for name, function in functions.items()}
     sources = {name: Path(model.weights_dir) / "weight.bin" for name, model in models.items() if model.weights_dir}
     files = {name: file for name, file in sources.items() if file.is_file()}
-    weights = {path: weight.detach() for path, weight in late_bound_weights(module).items()}
     say(f"writing {len(weights)} weights")
     with WeightWriter(data / "weights/weight.bin") as writer:
-        bound = bind_weights(weights, writer, duplicate_tied=duplicate_tied, progress=say)
+        bound = bind_weights(weights, names, writer, duplicate_tied=duplicate_tied, progress=say)
         merged = merge_functions({name: model.get_spec() for name, model in models.items()}, bound, files, writer)
     if writer.bytes_written > WEIGHT_LIMIT:
         warnings.warn(
@@ -156,6 +175,7 @@ def _write(
     merged.description.metadata.userDefined.update({"ane_layers.version": __version__, **metadata})
     (data / "model.mlmodel").write_bytes(merged.SerializeToString(deterministic=True))
     write_manifest(package)
+    return {name: function.result_types for name, function in functions.items()}
 
 
 def _check(
@@ -163,22 +183,19 @@ def _check(
     module: nn.Module,
     specs: Mapping[str, FunctionSpec],
     states: Mapping[str, str],
+    results: Mapping[str, list[Feature]],
     expectations: Expectations,
 ) -> None:
-    inputs = {
-        name: {
+    wanted = {}
+    for name, spec in specs.items():
+        inputs = {
             label: ("fp16" if value.is_floating_point() else "int32", tuple(value.shape))
             for label, value in spec.inputs.items()
         }
-        for name, spec in specs.items()
-    }
-    check_package(
-        package,
-        inputs=inputs,
-        outputs={name: spec.outputs for name, spec in specs.items()},
-        states={name: tuple(module.get_buffer(path).shape) for name, path in states.items()},
-        expectations=expectations,
-    )
+        outputs = dict(zip(spec.outputs, results[name], strict=True))
+        own = {label: tuple(module.get_buffer(path).shape) for label, path in spec.own_states(states).items()}
+        wanted[name] = Interface(inputs=inputs, outputs=outputs, states=own)
+    check_package(package, wanted, expectations)
 
 
-__all__ = ["ConversionError", "FunctionSpec", "convert"]
+__all__ = ["ConversionError", "FunctionSpec", "check_target", "convert"]

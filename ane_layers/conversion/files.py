@@ -63,6 +63,13 @@ def write_manifest(package: Path) -> None:
 
 def move_into_place(package: Path, target: Path, folder: Path) -> None:
     """Puts a finished package where it belongs; an older one there is only then removed (with the workspace `folder`)."""
-    if target.exists():
-        os.replace(target, folder / "replaced")
-    os.replace(package, target)
+    previous = folder / "replaced"
+    try:
+        if target.exists():
+            os.replace(target, previous)
+        os.replace(package, target)
+    except BaseException:
+        # An interrupt between the two must not cost the older package, which would go with the workspace.
+        if previous.exists() and not target.exists():
+            os.replace(previous, target)
+        raise

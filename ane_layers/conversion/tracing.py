@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.jit import TracerWarning  # type: ignore[attr-defined]
 
 from ane_layers.conversion.errors import ConversionError
 from ane_layers.conversion.quiet import quiet_coremltools
@@ -26,15 +30,21 @@ class FunctionSpec:
     """One function of a package.
 
     Args:
-        inputs: Core ML's name of each input, in the order of `forward`'s arguments, with an example of its shape and type. Floating-point
-            inputs become fp16, integers int32.
+        inputs: Core ML's name of each input, with an example of its shape and type. Names that are all parameters of `forward` are passed
+            by name, others in order. Floating-point inputs become fp16, integers and booleans int32.
         outputs: names of what `forward` returns, in order. Floating-point outputs become fp16.
         arguments: further keyword arguments of `forward`, fixed for this function.
+        states: names of the states that this function uses; all of them by default.
     """
 
     inputs: Mapping[str, Tensor]
     outputs: tuple[str, ...] = ("output",)
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    states: tuple[str, ...] | None = None
+
+    def own_states(self, states: Mapping[str, str]) -> dict[str, str]:
+        """Those of a package's states that this function uses."""
+        return {name: path for name, path in states.items() if self.states is None or name in self.states}
 
 
 def late_bound_weights(module: nn.Module) -> dict[str, Tensor]:
@@ -46,26 +56,53 @@ def late_bound_weights(module: nn.Module) -> dict[str, Tensor]:
     return weights
 
 
-def constant_name(path: str) -> str:
-    """A parameter's path as a name in the program: `model.layers.0.mlp.down_proj.weight` → `model_layers_0_mlp_down_proj_weight`."""
-    return re.sub(r"\W", "_", path)
+def constant_names(paths: Iterable[str], taken: Iterable[str]) -> dict[str, str]:
+    """Parameters' paths as names in a program: `model.layers.0.mlp.down_proj.weight` → `model_layers_0_mlp_down_proj_weight`.
+
+    Core ML wants names that begin with a letter and differ from each other and from those that are `taken`.
+    """
+    used = set(taken)
+    names = {}
+    for path in paths:
+        name = re.sub(r"\W", "_", path)
+        name = name if name[0].isalpha() or name[0] == "_" else f"weight_{name}"
+        while name in used:
+            name += "_"
+        used.add(name)
+        names[path] = name
+    return names
 
 
 class _Traceable(nn.Module):
     """Takes weights and inputs, and calls the module with the weights in their places."""
 
-    def __init__(self, module: nn.Module, weights: list[str], arguments: Mapping[str, Any]) -> None:
+    def __init__(self, module: nn.Module, weights: list[str], spec: FunctionSpec) -> None:
         super().__init__()
         self.module = module
+        self.result_types: list[tuple[str, tuple[int, ...]]] = []
         self._weights = weights
-        self._arguments = dict(arguments)
+        self._spec = spec
+        parameters = inspect.signature(module.forward).parameters
+        self._by_name = all(name in parameters for name in spec.inputs)
 
     def forward(self, *values: Tensor) -> Any:
         count = len(self._weights)
         for path, value in zip(self._weights, values[:count], strict=True):
             owner, _, name = path.rpartition(".")
             self.module.get_submodule(owner).__dict__[name] = value
-        return self.module(*values[count:], **self._arguments)
+        inputs = {
+            name: value != 0 if example.dtype == torch.bool else value
+            for (name, example), value in zip(self._spec.inputs.items(), values[count:], strict=True)
+        }
+        by_order, by_name = ((), inputs) if self._by_name else (tuple(inputs.values()), {})
+        result = self.module(*by_order, **by_name, **self._spec.arguments)
+        parts = result if isinstance(result, tuple) else (result,)
+        if not all(isinstance(part, Tensor) for part in parts):
+            raise TypeError(f"forward returns {type(result).__name__}; return a tensor or a tuple of tensors")
+        self.result_types = [
+            ("fp16" if part.is_floating_point() else "int32", tuple(int(size) for size in part.shape)) for part in parts
+        ]
+        return result
 
 
 @contextlib.contextmanager
@@ -77,8 +114,7 @@ def _prepared(
     Late-bound weights leave their modules; other parameters and buffers are seen in fp32, which the converter's front end wants; states
     become buffers of the outermost module under Core ML's names, since the converter looks them up there.
     """
-    saved = [(part, dict(part._parameters), dict(part._buffers)) for part in module.modules()]
-    training = module.training
+    saved = [(part, part.training, dict(part._parameters), dict(part._buffers)) for part in module.modules()]
     try:
         module.eval()
         traceable.eval()
@@ -87,7 +123,8 @@ def _prepared(
             part = module.get_submodule(owner)
             buffer = part._buffers.pop(leaf)
             assert buffer is not None
-            buffer = buffer.float()
+            # A copy: tracing writes into it.
+            buffer = buffer.to(torch.float32, copy=True)
             part.__dict__[leaf] = buffer
             traceable.register_buffer(name, buffer)
         late = set(weights)
@@ -98,22 +135,38 @@ def _prepared(
                 elif parameter is not None and parameter.is_floating_point():
                     part._parameters[leaf] = nn.Parameter(parameter.float(), requires_grad=False)
             for leaf, buffer in list(part._buffers.items()):
-                if buffer is not None and buffer.is_floating_point():
-                    part._buffers[leaf] = buffer.float()
+                if buffer is not None:
+                    part._buffers[leaf] = buffer.to(
+                        torch.float32 if buffer.is_floating_point() else buffer.dtype, copy=True
+                    )
         yield
     finally:
-        for part, parameters, buffers in saved:
+        for part, training, parameters, buffers in saved:
+            part.training = training
             for leaf in (*parameters, *buffers):
                 part.__dict__.pop(leaf, None)
             part._parameters.clear()
             part._parameters.update(parameters)
             part._buffers.clear()
             part._buffers.update(buffers)
-        module.train(training)
 
 
-def converted(module: nn.Module, spec: FunctionSpec, states: Mapping[str, str]) -> Any:
-    """The coremltools model of one function, its late-bound weights still inputs.
+@dataclass(frozen=True)
+class Converted:
+    """What coremltools made of one function: its model, the late-bound weights still inputs, and the types of its results."""
+
+    model: Any
+    result_types: list[tuple[str, tuple[int, ...]]]
+
+
+def converted(module: nn.Module, spec: FunctionSpec, states: Mapping[str, str], names: Mapping[str, str]) -> Converted:
+    """Traces and converts one function.
+
+    Args:
+        module: to trace.
+        spec: of the function.
+        states: those it uses, by name, with their buffers' paths.
+        names: of the late-bound weights' constants, by path.
 
     Raises:
         ConversionError: if the module cannot be traced or converted.
@@ -134,33 +187,49 @@ def converted(module: nn.Module, spec: FunctionSpec, states: Mapping[str, str]) 
         )
         for name, path in states.items()
     ]
-    traceable = _Traceable(module, list(shapes), spec.arguments)
-    with _prepared(module, states, list(shapes), traceable), quiet_coremltools():
+    traceable = _Traceable(module, list(shapes), spec)
+    with _prepared(module, states, list(shapes), traceable):
         versions = {name: buffer._version for name, buffer in traceable.named_buffers()}
         try:
-            with torch.no_grad():
+            with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
                 traced = torch.jit.trace(traceable, (*placeholders, *examples), check_trace=False)
         except Exception as error:
             raise ConversionError(f"tracing {type(module).__name__} failed: {error}") from error
+        _pass_on(caught)
         _check_changed_buffers(traceable, versions, states)
-        inputs = [
-            ct.TensorType(name=constant_name(path), shape=shape, dtype=np.float16) for path, shape in shapes.items()
-        ]
+        inputs = [ct.TensorType(name=names[path], shape=shape, dtype=np.float16) for path, shape in shapes.items()]
         for (name, value), example in zip(spec.inputs.items(), examples, strict=True):
             dtype = np.float16 if value.is_floating_point() else np.int32
             inputs.append(ct.TensorType(name=name, shape=tuple(example.shape), dtype=dtype))
         try:
-            return ct.convert(
-                traced,
-                inputs=inputs,
-                outputs=[ct.TensorType(name=name) for name in spec.outputs],
-                states=state_types,
-                minimum_deployment_target=ct.target.iOS18,
-                pass_pipeline=pipeline(),
-                skip_model_load=True,
-            )
+            with quiet_coremltools():
+                model = ct.convert(
+                    traced,
+                    inputs=inputs,
+                    outputs=[ct.TensorType(name=name) for name in spec.outputs],
+                    states=state_types,
+                    minimum_deployment_target=ct.target.iOS18,
+                    pass_pipeline=pipeline(),
+                    skip_model_load=True,
+                )
         except Exception as error:
             raise ConversionError(f"converting {type(module).__name__} failed: {error}") from error
+    return Converted(model, traceable.result_types)
+
+
+# Where a tensor's size is looked at while tracing, which is as fixed in the program as in the trace.
+_HARMLESS = ("ane_layers", "einops", "torch")
+
+
+def _pass_on(caught: Sequence[warnings.WarningMessage]) -> None:
+    """Repeats the tracer's warnings about a module's own code: a branch on a value, taken once, is fixed in the package."""
+    for warning in caught:
+        own = not set(Path(warning.filename).parts[:-1]) & set(_HARMLESS)
+        if own and issubclass(warning.category, TracerWarning) and "Converting a tensor to" in str(warning.message):
+            where = f"{Path(warning.filename).name}:{warning.lineno}"
+            what = "a tensor became a Python value while tracing; what it was then is fixed in the package"
+            warnings.warn(f"{where}: {what}", UserWarning, stacklevel=5)
 
 
 def _check_changed_buffers(traceable: nn.Module, versions: Mapping[str, int], states: Mapping[str, str]) -> None:

@@ -90,7 +90,10 @@ class GroupedQueryAttention(nn.Module):
             raise ValueError(
                 f"GroupedQueryAttention takes one mask for all heads, [B, 1, S, T], got {list(mask.shape)}"
             )
-        if self.head_sharing == "repeat_kv" or mask.shape[2] != length:
+        rows = mask.shape[2]
+        if rows not in (1, length, self.groups * length):
+            raise ValueError(f"GroupedQueryAttention: mask has {rows} rows for {length} tokens in {self.groups} groups")
+        if self.head_sharing == "repeat_kv" or rows != length:
             return mask
         return fold_mask(mask, self.groups)
 

@@ -1,5 +1,6 @@
 """Model families: architecture over `ane_layers.layers`, one file each."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,25 @@ def from_folder(folder: str | Path, **options: Any) -> CausalLM:
     Raises:
         ValueError: for an unknown `model_type`, listing the known ones, and whatever the family refuses.
     """
-    config, path = load_config(folder)
+    return _family(*load_config(folder)).from_pretrained(folder, **options)
+
+
+def _family(config: Mapping[str, Any], path: Path) -> type[CausalLM]:
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise ValueError(f"{path}: field model_type is {model_type!r}{family_hint(model_type)}; supported: {known}")
-    return FAMILIES[model_type].from_pretrained(folder, **options)
+    return FAMILIES[model_type]
 
 
-__all__ = ["FAMILIES", "CausalLM", "Exaone4", "Exaone4Config", "from_folder"]
+def longest_context(folder: str | Path) -> int:
+    """`max_position_embeddings` of a folder. Raises `ValueError` if it is no number, or the family is unknown."""
+    config, path = load_config(folder)
+    _family(config, path)
+    longest = config.get("max_position_embeddings")
+    if not isinstance(longest, int) or isinstance(longest, bool) or longest < 1:
+        raise ValueError(f"{path}: field max_position_embeddings must be a positive integer, got {longest!r}")
+    return longest
+
+
+__all__ = ["FAMILIES", "CausalLM", "Exaone4", "Exaone4Config", "from_folder", "longest_context"]
