@@ -179,6 +179,13 @@ def test_run_executes_any_function_on_files(package: Path, tmp_path: Path) -> No
     assert text.stdout.startswith("logits: float32 [1, 1, 109], min ")
 
 
+def test_verify_has_a_gate_by_itself(package: Path, exaone4_folder: Folder, in_process: InProcess) -> None:
+    other = exaone4_folder(dtype=torch.bfloat16, seed=7)
+    result = in_process("verify", package, other, "--tokens", 12)
+    assert result.returncode == 1
+    assert "below the gate of 40 dB" in result.stderr
+
+
 def test_head_sharing_is_one_flag(folder: Path, package: Path, tmp_path: Path) -> None:
     path = tmp_path / "repeat.mlpackage"
     options = ["--context", 32, "--prefill", 4, "--head-sharing", "repeat_kv", "--json"]
