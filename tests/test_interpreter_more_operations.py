@@ -16,7 +16,9 @@ from mil_programs import quiet, save_program
 from operation_checks import check, evaluate, run
 from torch.nn import functional as F
 
+from ane_layers.analysis import inspect
 from ane_layers.interpreter import MLProgram
+from ane_layers.program import Package
 
 mb = mil.Builder
 
@@ -163,6 +165,8 @@ def test_classifier_gives_label_and_probabilities(labels: list[Any], tmp_path: P
             skip_model_load=True,
         ).save(str(tmp_path / "c.mlpackage"))
     x = np.float32([[1, 3, 2]])
+    outputs = inspect(Package.open(tmp_path / "c.mlpackage"))["functions"]["main"]["outputs"]
+    assert {"dtype": "dictionary", "shape": []} in outputs.values()
     label, probabilities = MLProgram(tmp_path / "c.mlpackage").predict({"x": x}).values()
     assert label == labels[1]
     assert list(probabilities) == labels

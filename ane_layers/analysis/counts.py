@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ane_layers.program import Blob, Function, Operation, Package, StateType, TensorType, Value
+from ane_layers.program import Blob, Function, Operation, Package, StateType, TensorType, Value, ValueType
 
 
 def inspect(package: Package) -> dict[str, Any]:
@@ -96,4 +96,13 @@ def _output_bytes(operations: Iterable[Operation]) -> int | None:
 
 
 def _interface(values: Iterable[Value]) -> dict[str, dict[str, Any]]:
-    return {value.name: {"dtype": value.tensor_type.dtype, "shape": list(value.tensor_type.shape)} for value in values}
+    return {value.name: _feature(value.type) for value in values}
+
+
+def _feature(type_: ValueType) -> dict[str, Any]:
+    if isinstance(type_, StateType):
+        type_ = type_.tensor
+    if isinstance(type_, TensorType):
+        return {"dtype": type_.dtype, "shape": list(type_.shape)}
+    # A classifier gives a dictionary from labels to probabilities, which has no shape.
+    return {"dtype": type(type_).__name__.removesuffix("Type").lower(), "shape": []}
