@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ane_layers.generation import Runtime, Session
+from ane_layers.generation import Runtime, Session, read_metadata
 from ane_layers.interpreter import Mode
+from ane_layers.program import Package
 from ane_layers.text import Tokenizer
 from ane_layers.text_generation import TextGenerator
 
@@ -52,8 +53,10 @@ def read_prompts(file: str | Path) -> list[str]:
     """
     try:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file}: cannot be read as UTF-8 text ({error})") from error
+    except OSError as error:
+        raise ValueError(f"{file}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: is not UTF-8 text ({error.reason} at byte {error.start})") from error
     prompts = [line.strip() for line in lines if line.strip()]
     if not prompts:
         raise ValueError(f"{file}: holds no prompt")
@@ -88,6 +91,8 @@ def agreement(
     """
     say = progress or (lambda line: None)
     texts = Tokenizer.from_folder(tokenizer)
+    for path in (first, second):
+        read_metadata(Package.open(path))  # before the first of them writes for minutes
     written: list[list[list[int]]] = []
     speeds: list[float | None] = []
     for path in (first, second):

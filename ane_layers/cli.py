@@ -171,8 +171,13 @@ def generate(
     chat: Annotated[bool, typer.Option(help="Put the prompt into the folder's chat template.")] = False,
     max_new_tokens: Annotated[int, typer.Option(help="At most so many new tokens.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(help="Keep the k most likely tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens that make up this share.")] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Keep the k most likely tokens; needs a temperature above 0.")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Keep the likeliest tokens up to this share; needs a temperature above 0."),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
     stop_id: Annotated[
         list[int] | None, typer.Option(help="Token id that ends the text, in place of the model's; repeatable.")

@@ -61,5 +61,7 @@ def default_tokens(folder: str | Path, count: int, vocab_size: int) -> list[int]
 def _read(file: str | Path) -> str:
     try:
         return Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file}: cannot be read as UTF-8 text ({error})") from error
+    except OSError as error:
+        raise ValueError(f"{file}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: is not UTF-8 text ({error.reason} at byte {error.start})") from error

@@ -14,6 +14,7 @@ from torch import Tensor
 from ane_layers.generation import Logits, Session
 from ane_layers.interpreter import Finding, Mode
 from ane_layers.models import from_folder
+from ane_layers.models.config import load_config
 from ane_layers.token_source import DEFAULT_COUNT, default_tokens, random_tokens
 
 
@@ -118,6 +119,7 @@ def verify(
         ValueError: if the package and the folder do not belong together, or the tokens do not fit the context.
     """
     say = progress or (lambda line: None)
+    load_config(folder)  # a mistaken folder is not worth loading a package for
     say("loading the package")
     session = Session(package, mode=mode, diagnose=True)
     ids = _token_ids(tokens, folder, session, seed)
@@ -133,7 +135,9 @@ def verify(
     del model
     # At least one block, if need be a padded one.
     split = max(1, len(ids) // 2 // session.block) * session.block if len(ids) >= session.block else len(ids) - 1
-    say(f"running the package: {split} tokens in blocks, {len(ids) - split} one by one")
+    say(
+        f"running the package: {split} of {len(ids)} tokens through prefill; decode gives the logits that blocks do not"
+    )
     results = session.extend(ids[:split])
     results += session.extend(ids[split:], prefill=False) if split < len(ids) else []
     rows = _by_position(results)

@@ -51,6 +51,11 @@ class Package:
             metadata=dict(model.description.metadata.userDefined),
         )
 
+    def __repr__(self) -> str:
+        # The fields hold every operation: a megabyte in a notebook.
+        functions = ", ".join(f"{name}: {len(f.block.operations)} operations" for name, f in self.functions.items())
+        return f"Package({str(self.path)!r}, {functions})"
+
     def function(self, name: str | None = None) -> Function:
         """The function `name`, or the default one.
 
