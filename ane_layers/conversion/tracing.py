@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import einops
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.jit import TracerWarning  # type: ignore[attr-defined]
 
+import ane_layers
 from ane_layers.conversion.errors import ConversionError
 from ane_layers.conversion.quiet import quiet_coremltools
 from ane_layers.layers import Embedding, Linear
@@ -219,13 +221,13 @@ def converted(module: nn.Module, spec: FunctionSpec, states: Mapping[str, str], 
 
 
 # Where a tensor's size is looked at while tracing, which is as fixed in the program as in the trace.
-_HARMLESS = ("ane_layers", "einops", "torch")
+_HARMLESS = tuple(Path(inspect.getfile(package)).parent for package in (ane_layers, einops, torch))
 
 
 def _pass_on(caught: Sequence[warnings.WarningMessage]) -> None:
     """Repeats the tracer's warnings about a module's own code: a branch on a value, taken once, is fixed in the package."""
     for warning in caught:
-        own = not set(Path(warning.filename).parts[:-1]) & set(_HARMLESS)
+        own = not any(Path(warning.filename).is_relative_to(folder) for folder in _HARMLESS)
         if own and issubclass(warning.category, TracerWarning) and "Converting a tensor to" in str(warning.message):
             where = f"{Path(warning.filename).name}:{warning.lineno}"
             what = "a tensor became a Python value while tracing; what it was then is fixed in the package"
