@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,8 +11,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from rich.console import Console
 from rich.table import Table
 
+from ane_layers.writing import json_text
+
 if TYPE_CHECKING:
     from ane_layers.agreement import Agreement
+    from ane_layers.compression import CompressionReport, Plan, Ranking, TensorReport
+    from ane_layers.compression.budget import AllocationFigures
+    from ane_layers.evaluation import Evaluation
     from ane_layers.interpreter import Finding
     from ane_layers.text_generation import TextGeneration
     from ane_layers.verification import Verification
@@ -25,15 +29,7 @@ err = Console(file=sys.stderr, highlight=False, soft_wrap=True)
 
 def print_json(value: dict[str, Any]) -> None:
     """One JSON object on stdout. JSON has no infinity: an exact match, of infinite dB, is null."""
-    print(json.dumps(_finite(value), indent=2, allow_nan=False))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    print(json_text(value))
 
 
 @contextmanager
@@ -141,3 +137,70 @@ def print_outputs(summary: dict[str, Any]) -> None:
             out.print(
                 f"{name}: {output['dtype']} {output['shape']}, min {output['min']}, max {output['max']}", markup=False
             )
+
+
+def print_compression(report: CompressionReport, plan: Plan) -> None:
+    """What a recipe did, weights of the same place in their layers together."""
+    promoted = f", layers {', '.join(map(str, sorted(plan.promoted)))} promoted" if plan.promoted else ""
+    out.print(
+        f"recipe {report.recipe}{promoted}: {report.bits_per_weight:.2f} bits a weight, {report.weight_bytes / 1e6:,.2f} MB, of which "
+        f"tables and scales {report.table_bytes / 1e6:,.2f} MB",
+        markup=False,
+    )
+    alike: dict[tuple[str, str, str], list[TensorReport]] = {}
+    for tensor in report.tensors:
+        place = re.sub(r"\.\d+(?=\.)", ".*", tensor.path)
+        alike.setdefault((place, str(tensor.setting), tensor.note), []).append(tensor)
+    for (place, setting, note), tensors in alike.items():
+        size = sum(tensor.stored_bytes for tensor in tensors) / 1e6
+        worst = min(tensor.snr_db for tensor in tensors)
+        error = "" if worst == float("inf") else f", squared error {-worst:.1f} dB"
+        remark = f" ({note})" if note else ""
+        out.print(f"  {place}, {len(tensors)} in all: {setting}, {size:,.3f} MB{error}{remark}", markup=False)
+
+
+def print_ranking(ranking: Ranking) -> None:
+    """Layers, the most harmed first, with the module that takes the largest part; then agreement of methods."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("place", "layer", f"harm at {ranking.setting}, nats", "most harmed module"):
+        table.add_column(column, justify="left" if column.startswith("most") else "right", no_wrap=True)
+    for place, layer in enumerate(ranking.order, 1):
+        inside = [module for module in ranking.modules if module.layer == layer]
+        worst = max(inside, key=lambda module: module.harm.get(ranking.setting, 0.0), default=None)
+        table.add_row(str(place), str(layer), f"{ranking.layers[layer]:.3e}", worst.name if worst else "")
+    out.print(table)
+    for module in ranking.modules:
+        if module.layer is None:
+            out.print(f"{module.name}: {module.harm[ranking.setting]:.3e}", markup=False)
+    for name, value in ranking.agreement.items():
+        out.print(f"agreement of kl and fisher, {name}: {value:.3f}", markup=False)
+
+
+def print_allocation(figures: AllocationFigures) -> None:
+    """What an allocation came to."""
+    settings = ", ".join(f"{count} at {key}" for key, count in figures.modules.items())
+    out.print(
+        f"{figures.bits_per_weight:.3f} bits a weight, {figures.read_bytes / 1e6:,.2f} MB of layers and head read a token, "
+        f"{figures.stored_bytes / 1e6:,.2f} MB stored; predicted harm {figures.predicted_harm:.3e} nats; modules: {settings}",
+        markup=False,
+    )
+
+
+def print_evaluation(result: Evaluation, as_json: bool) -> None:
+    """Quality and bytes, a line each."""
+    if as_json:
+        print_json(result.as_dict())
+        return
+    unknown = "unknown (no original)"
+    moved = "unknown" if result.bytes_per_token is None else f"{result.bytes_per_token / 1e6:,.2f} MB"
+    rows = {
+        "loss": f"{result.loss:.4f} nats a token",
+        "perplexity": f"{result.perplexity:.3f}",
+        "KL to the original": unknown if result.kl is None else f"{result.kl:.3e} nats",
+        "top-1 agreement": unknown if result.top1_agreement is None else f"{result.top1_agreement:.2%}",
+        "weights": f"{result.weight_bytes / 1e6:,.2f} MB",
+        "bytes a token": f"{moved}, at context {result.context}",
+        "scored": f"{result.tokens:,} tokens in windows of {result.window}",
+    }
+    for name, value in rows.items():
+        out.print(f"{name}: {value}", markup=False)

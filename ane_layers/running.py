@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ane_layers.interpreter import Finding, MLProgram, Mode
+from ane_layers.writing import write as write_file
 
 
 def run(
@@ -98,23 +97,8 @@ def write(outputs: Mapping[str, Any], folder: Path) -> list[Path]:
 
 
 def _write(array: np.ndarray, file: Path) -> Path:
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as stream:
-            np.save(stream, array, allow_pickle=False)
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, file)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_file(file, lambda stream: np.save(stream, array, allow_pickle=False))
     return file
-
-
-def _umask() -> int:
-    # There is no way to read it without setting it.
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _load(name: str, file: Path) -> np.ndarray:

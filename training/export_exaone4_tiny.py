@@ -148,7 +148,8 @@ weights and knows nothing but its one book.
 | protocol | {facts["protocol"]} |
 
 `heldout.txt` holds whole chapters ({", ".join(facts["heldout_chapters"])}) that were in neither training nor the tokenizer's
-training. `prompts.txt` holds 30 prompts: 15 beginnings of held-out verses, 15 free. Everything else is in `training.json`.
+training. `calibration.txt` holds those that chose the checkpoint ({", ".join(facts["validation_chapters"])}), for measurements that must
+not look at the held-out text. `prompts.txt` holds 30 prompts: 15 beginnings of held-out verses, 15 free. Everything else is in `training.json`.
 
 Made for sequences up to {length} tokens; the configuration allows 2,048 (rotary scaling `llama3`, factor 4), but quality
 falls beyond {length}: held-out loss is {by_window[1024]} in windows of 1,024 and {by_window[2048]} in windows of 2,048.
@@ -185,6 +186,7 @@ def main() -> None:
     model.save_pretrained(folder)
     save_tokenizer(args.run, folder)
     (folder / "heldout.txt").write_text(texts["heldout"])
+    (folder / "calibration.txt").write_text(texts["validation"])
     (folder / "prompts.txt").write_text("\n".join(prompts(heldout)) + "\n")
     # Reloaded: casting a live model also rounds the rotary frequencies, which nobody who loads the folder will see.
     shipped = Exaone4ForCausalLM.from_pretrained(folder, dtype=torch.float32)

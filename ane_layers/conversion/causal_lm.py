@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from ane_layers.compression import Compression
 from ane_layers.conversion.check import Expectations
 from ane_layers.conversion.converter import convert
 from ane_layers.conversion.tracing import FunctionSpec
@@ -24,6 +25,7 @@ def convert_causal_lm(
     *,
     prefill: int,
     all_logits: bool,
+    compression: Compression | None,
     duplicate_tied: bool,
     progress: Callable[[str], None] | None,
 ) -> Package:
@@ -41,7 +43,8 @@ def convert_causal_lm(
         "head_sharing": model.head_sharing,
         "chunk": 0,
         "chunks": 1,
-        "recipe": "fp16",
+        "recipe": "fp16" if compression is None else compression.plan.recipe.name,
+        "promoted_layers": [] if compression is None else list(compression.plan.promoted),
         "bos_token_id": model.config.bos_token_id,
         "eos_token_id": model.config.eos_token_id,
         "pad_token_id": model.config.pad_token_id,
@@ -58,6 +61,7 @@ def convert_causal_lm(
         expectations=Expectations(
             state_writes=model.config.num_hidden_layers, tile=not folded, highest_rank=4 if folded else 5
         ),
+        compression=compression,
         duplicate_tied=duplicate_tied,
         progress=progress,
     )

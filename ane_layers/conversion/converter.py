@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ane_layers import __version__
+from ane_layers.compression import Compression
 from ane_layers.conversion.binding import bind_weights, merge_functions
 from ane_layers.conversion.check import WEIGHT_LIMIT, Expectations, Feature, Interface, check_package
 from ane_layers.conversion.errors import ConversionError
@@ -32,6 +33,7 @@ def convert(
     outputs: tuple[str, ...] = ("output",),
     metadata: Mapping[str, str] | None = None,
     expectations: Expectations | None = None,
+    compression: Compression | None = None,
     duplicate_tied: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Package:
@@ -49,6 +51,7 @@ def convert(
         outputs: names of what `forward` returns.
         metadata: further text entries of the package.
         expectations: what the finished package must be; see `Expectations`.
+        compression: how weights are stored (see `ane_layers.compression`); fp16 without it.
         duplicate_tied: whether a table that an embedding and a head share is written twice.
         progress: called with a line of text at each step.
 
@@ -68,7 +71,7 @@ def convert(
     with workspace(target) as folder:
         package = folder / target.name
         (package / "Data/com.apple.CoreML/weights").mkdir(parents=True)
-        results = _write(module, package, specs, states, metadata or {}, duplicate_tied, say)
+        results = _write(module, package, specs, states, metadata or {}, compression, duplicate_tied, say)
         say("reading back and checking")
         _check(Package.open(package), module, specs, states, results, expectations or Expectations())
         move_into_place(package, target, folder)
@@ -148,6 +151,7 @@ def _write(
     specs: Mapping[str, FunctionSpec],
     states: Mapping[str, str],
     metadata: Mapping[str, str],
+    compression: Compression | None,
     duplicate_tied: bool,
     say: Callable[[str], None],
 ) -> dict[str, list[Feature]]:
@@ -163,9 +167,25 @@ def _write(
     models = {name: function.model for name, function in functions.items()}
     sources = {name: Path(model.weights_dir) / "weight.bin" for name, model in models.items() if model.weights_dir}
     files = {name: file for name, file in sources.items() if file.is_file()}
+    if compression is not None:
+        if duplicate_tied and any(compression.plan.settings[path].scheme != "fp16" for path in compression.plan.shared):
+            raise ValueError(
+                f"duplicate_tied: recipe {compression.plan.recipe.name} keeps embedding and head in one compressed table; "
+                "give it tied = 'split'"
+            )
+        for path in compression.plan.settings:
+            if path not in weights:
+                raise ValueError(
+                    f"convert: the compression was made for another model: it has {path}, this one has not"
+                )
+        for path, parameter in module.named_parameters():
+            if path not in weights:
+                compression.leave(path, parameter, "norms and biases are few, and stay fp16")
     say(f"writing {len(weights)} weights")
     with WeightWriter(data / "weights/weight.bin") as writer:
-        bound = bind_weights(weights, names, writer, duplicate_tied=duplicate_tied, progress=say)
+        bound = bind_weights(
+            weights, names, writer, compression=compression, duplicate_tied=duplicate_tied, progress=say
+        )
         merged = merge_functions({name: model.get_spec() for name, model in models.items()}, bound, files, writer)
     if writer.bytes_written > WEIGHT_LIMIT:
         warnings.warn(

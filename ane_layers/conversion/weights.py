@@ -83,8 +83,10 @@ class WeightWriter:
     def _write(self, dtype: str, raw: np.ndarray, records: Sequence[tuple[int, int]], padding_bits: int) -> int:
         first = self._end
         begin = first + ALIGNMENT * len(records)
-        for start, size in records:
-            self._file.write(struct.pack("<IIQQQ32x", SENTINEL, _CODES[dtype], size, begin + start, padding_bits))
+        for number, (start, size) in enumerate(records):
+            # A part ends on a whole byte; only the whole may not.
+            padding = padding_bits if number == 0 else 0
+            self._file.write(struct.pack("<IIQQQ32x", SENTINEL, _CODES[dtype], size, begin + start, padding))
         self._file.write(raw.data)
         self._end = begin + raw.nbytes
         padding = -self._end % ALIGNMENT

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ane_layers.models.base import CausalLM
 from ane_layers.models.config import family_hint, load_config
 from ane_layers.models.exaone4 import Exaone4, Exaone4Config
@@ -39,4 +41,19 @@ def longest_context(folder: str | Path) -> int:
     return longest
 
 
-__all__ = ["FAMILIES", "CausalLM", "Exaone4", "Exaone4Config", "from_folder", "longest_context"]
+def outline(folder: str | Path, *, context_length: int = 2, fuse: bool = True) -> CausalLM:
+    """A folder's model without its weights: names and shapes as `from_folder` would give them, from config.json alone.
+
+    Raises:
+        ValueError: as `from_folder` does for a config.
+    """
+    family = _family(*load_config(folder))
+    config = family.config_class.from_pretrained(folder)
+    with torch.device("meta"):
+        model = family(config, context_length=context_length)
+        if fuse:
+            model.fuse()
+    return model
+
+
+__all__ = ["FAMILIES", "CausalLM", "Exaone4", "Exaone4Config", "from_folder", "longest_context", "outline"]

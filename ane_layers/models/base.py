@@ -13,6 +13,7 @@ from ane_layers.checkpoint import Checkpoint, check_float16
 from ane_layers.layers import HeadSharing, Linear, OutputHead, causal_mask
 
 if TYPE_CHECKING:
+    from ane_layers.compression import Compression
     from ane_layers.program import Package
 
 
@@ -143,6 +144,7 @@ class CausalLM(nn.Module):
         *,
         prefill: int = 64,
         all_logits: bool = False,
+        compression: Compression | None = None,
         duplicate_tied: bool = False,
         progress: Callable[[str], None] | None = None,
     ) -> Package:
@@ -152,6 +154,8 @@ class CausalLM(nn.Module):
             path: of the package; replaced only once the new one is complete and checked.
             prefill: S, tokens in a prefill block.
             all_logits: whether `prefill` returns every position's logits rather than the last one's.
+            compression: how weights are stored: from `ane_layers.compression.compress`, which has changed this model's weights already, or
+                `Compression(plan)`, which compresses each when it is written.
             duplicate_tied: whether a table that embedding and head share is written twice.
             progress: called with a line of text at each step.
 
@@ -162,5 +166,11 @@ class CausalLM(nn.Module):
         from ane_layers.conversion.causal_lm import convert_causal_lm
 
         return convert_causal_lm(
-            self, path, prefill=prefill, all_logits=all_logits, duplicate_tied=duplicate_tied, progress=progress
+            self,
+            path,
+            prefill=prefill,
+            all_logits=all_logits,
+            compression=compression,
+            duplicate_tied=duplicate_tied,
+            progress=progress,
         )

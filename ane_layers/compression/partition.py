@@ -1,0 +1,241 @@
+"""The best lookup table for a weighted set of numbers: k-means in one dimension, with a table in fp16.
+
+In one dimension the clusters of an optimum are runs of neighbours in the sorted values, so that a clustering is a row of borders and a
+cluster's cost follows from prefix sums. The exact dynamic program over all borders takes time in proportion to `k·n`; this one looks only at
+a window of candidates around each border, all borders at once, first on a coarse grid and then on finer ones. Its moves reach far: one
+step can shift every border between two places, and so take an entry away here and add it there. Lloyd's algorithm, which moves a border only
+by what its two neighbours say, ends up to several times above the optimum on heavy tails.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Indices = NDArray[np.intp]
+
+# A gap between two values holds a border of its own if its share of a cell is above this: two equal points at distance g cost w·g²/2
+# together, and one more cell of measure m in a smooth density saves m³/6. The cube root of a third.
+_OWN_BORDER = 3 ** (-1 / 3)
+_TINY = 1e-300
+_LARGEST = float(np.finfo(np.float16).max)
+_LLOYD_ROUNDS = 8
+_BLOCK = 1 << 16  # window cells at a time: a few arrays of this many float64 stay in a core's cache
+
+
+class _Level(NamedTuple):
+    """Candidates lie `1 / per_cell` of a cell apart; `reach` of them on either side of a border."""
+
+    per_cell: int
+    reach: int
+    rounds: int
+
+
+class _Sums(NamedTuple):
+    """Sums of the weights and of weight times value, before each position; from the middle outwards, so that no small sum passes an outlier's.
+
+    Attributes:
+        prefix: float64 [2, n + 1]; zero at the middle position.
+        origin: the value at the middle, subtracted from all values.
+        spread: weighted squared distance of all values to the origin.
+        floor: a weight that no value's weight is near; added where one is divided by, since a cluster may be empty.
+    """
+
+    prefix: Floats
+    origin: float
+    values: Floats
+    weights: Floats
+    floor: float
+
+    def error(self, borders: Indices) -> float:
+        """The squared error, from the values themselves: small ones are lost in differences of sums."""
+        edges = np.concatenate(([0], borders))
+        sizes = np.diff(edges, append=len(self.values))
+        moments = np.add.reduceat(self.weights * self.values, edges)
+        means = moments / np.add.reduceat(self.weights, edges)
+        return float(self.weights @ (self.values - np.repeat(means, sizes)) ** 2)
+
+
+def best_table(values: Floats, weights: Floats, size: int) -> Floats:
+    """The lookup table of `size` entries that makes the weighted squared error of `values` small, close to the smallest possible.
+
+    Args:
+        values: float64 [n], ascending, without repetition, all of them fp16 numbers.
+        weights: float64 [n], positive.
+        size: entries, from 2 to n - 1.
+
+    Returns:
+        Ascending fp16 numbers as float64, at most `size` of them: each is the nearest for some value.
+    """
+    count = len(values)
+    sums = _sums(values, weights)
+    borders, measure = _companded(values, weights, size)
+    for level in _levels(size):
+        borders = _search(sums, borders, measure, level)
+    borders, _ = _lloyd(values, sums, borders, rounded=False)
+    # The table is stored in fp16, so the last search counts every entry's rounding.
+    near = np.clip(borders[:, None] + np.arange(-8, 9), 1, count - 1)
+    borders, _ = _best_in_windows(sums, borders, near, rounded=True)
+    borders = _spread_out(borders, count)
+    _, table = _lloyd(values, sums, borders, rounded=True)
+    nearest = np.concatenate(([0], values.searchsorted((table[1:] + table[:-1]) / 2, side="right"), [count]))
+    return table[np.diff(nearest) > 0]
+
+
+def _levels(size: int) -> tuple[_Level, ...]:
+    """Windows of at least a cell to either side find the cells' numbers in dense and sparse parts, narrow ones only the last digits."""
+    if size <= 16:
+        return (_Level(384 // size, 640 // size, 4), _Level(1024 // size, 24, 2))
+    return (_Level(4, 24, 12), _Level(24, 32, 6), _Level(64, 12, 2))
+
+
+def _sums(values: Floats, weights: Floats) -> _Sums:
+    middle = len(values) // 2
+    origin = float(values[middle])
+    centred = values - origin
+    terms = np.stack((weights, weights * centred, weights * (centred * centred)))
+    prefix = np.empty((3, len(values) + 1))
+    prefix[:, middle] = 0
+    np.cumsum(terms[:, middle:], axis=1, out=prefix[:, middle + 1 :])
+    np.negative(np.cumsum(terms[:, middle - 1 :: -1], axis=1)[:, ::-1], out=prefix[:, :middle])
+    return _Sums(prefix, origin, values, weights, 1e-18 * float(weights.sum()))
+
+
+def _spread_out(borders: Indices, count: int) -> Indices:
+    """Borders moved apart until every cluster has a value. It costs nothing: a value taken out of a cluster lowers that cluster's error."""
+    steps = np.arange(1, len(borders) + 1)
+    apart = np.maximum.accumulate(np.maximum(np.sort(borders) - steps, 0)) + steps
+    return np.minimum(apart, count - len(borders) - 1 + steps)
+
+
+def _companded(values: Floats, weights: Floats, size: int) -> tuple[Indices, Floats]:
+    """A first guess, and the measure in which good borders are about evenly spaced: the cube root of the density, integrated.
+
+    (Panter and Dite 1951.) Where values are so sparse that neighbours deserve entries of their own, a gap counts as one cell, however wide.
+
+    Returns:
+        `size - 1` borders; the measure before each value, float64 [n], in cells.
+    """
+    gaps = np.diff(values)
+    shares = np.cbrt((weights[1:] + weights[:-1]) * (gaps * gaps))
+    shares = np.maximum(shares, shares.max() * 1e-12)
+    ordered = np.sort(shares)
+    below = np.cumsum(ordered) - ordered
+    wide = np.arange(len(gaps), 0, -1)
+    # Cells in all, were the i-th widest gap just wide enough for a border of its own: falling with i.
+    cells = _OWN_BORDER * below / ordered + wide
+    first = int(np.searchsorted(-cells, -size))
+    own = len(gaps) - first
+    smooth = ordered[:first].sum() / max(size - own, 1)
+    limit = ordered[first] if own else np.inf
+    shares = np.where(shares >= limit, 1.0, np.minimum(shares / max(smooth, _TINY), 1.0))
+    measure = np.concatenate(([0.0], np.cumsum(shares)))
+    borders = measure.searchsorted(np.arange(1, size) * (measure[-1] / size))
+    return _spread_out(borders, len(values)), measure
+
+
+def _search(sums: _Sums, borders: Indices, measure: Floats, level: _Level) -> Indices:
+    """Better borders among those that are evenly spaced in the measure, until a round no longer moves them far."""
+    count = len(measure)
+    parts = np.arange(level.per_cell * (len(borders) + 1)) / level.per_cell
+    for _ in range(level.rounds):
+        edges = np.concatenate(([0], borders, [count - 1]))
+        fine = measure.searchsorted(np.interp(parts, np.arange(len(edges)), measure[edges]))
+        grid = np.unique(np.concatenate((fine, borders, [count])))
+        place = grid.searchsorted(borders)
+        window = np.clip(place[:, None] + np.arange(-level.reach, level.reach + 1), 1, len(grid) - 2)
+        chosen, saved = _best_in_windows(sums, borders, grid[window], rounded=False)
+        far = np.abs(grid.searchsorted(chosen) - place).max()
+        borders = _spread_out(chosen, count)
+        if far < level.reach or saved < 1e-3 * sums.error(borders):
+            break
+    return borders
+
+
+def _best_in_windows(sums: _Sums, borders: Indices, window: Indices, *, rounded: bool) -> tuple[Indices, float]:
+    """The best choice of one candidate for every border, by dynamic programming from left to right.
+
+    Args:
+        borders: [b], where the borders are now: in the middle of each window.
+        window: [b, W], ascending in each row, from 1 to n - 1.
+        rounded: count the rounding of the entries to fp16.
+
+    Returns:
+        The chosen borders, of which neighbours may coincide; how much they save, as a part of the present error.
+    """
+    count, width = window.shape
+    left, right = sums.prefix[:, :1], sums.prefix[:, -1:]
+    at = sums.prefix[:, window]
+    best = _error(sums, left, at[:, 0], rounded=rounded)
+    rows = np.arange(width)
+    came_from = np.empty((count, width), np.intp)
+    block = max(1, _BLOCK // width**2)
+    for start in range(1, count, block):
+        stop = min(start + block, count)
+        errors = _error(sums, at[:, start - 1 : stop - 1, None, :], at[:, start:stop, :, None], rounded=rounded)
+        for border, error in enumerate(errors, start):
+            error += best
+            error.argmin(axis=1, out=came_from[border])
+            best = error[rows, came_from[border]]
+    best = best + _error(sums, at[:, -1], right, rounded=rounded)
+    choice = np.empty(count, np.intp)
+    choice[-1] = best.argmin()
+    for border in range(count - 1, 0, -1):
+        choice[border - 1] = came_from[border, choice[border]]
+    edges = np.concatenate((left, sums.prefix[:, borders], right), axis=1)
+    saved = float(_error(sums, edges[:, :-1], edges[:, 1:], rounded=rounded).sum() - best.min())
+    return window[np.arange(count), choice], saved
+
+
+def _error(sums: _Sums, left: Floats, right: Floats, *, rounded: bool) -> Floats:
+    """The squared error of one entry for the values between two positions; infinite if the positions are swapped.
+
+    Args:
+        left, right: [3, ...], `sums.prefix` at the two positions.
+    """
+    weight = right[0] - left[0]
+    moment = right[1] - left[1]
+    error = right[2] - left[2]
+    swapped = weight < 0
+    weight += sums.floor
+    if rounded:
+        entry = moment / weight
+        entry += sums.origin
+        entry = _to_fp16(entry) - sums.origin
+        weight *= entry
+        moment *= 2
+        moment -= weight
+        moment *= entry
+    else:
+        moment *= moment
+        moment /= weight
+    error -= moment
+    np.putmask(error, swapped, np.inf)
+    return error
+
+
+def _lloyd(values: Floats, sums: _Sums, borders: Indices, *, rounded: bool) -> tuple[Indices, Floats]:
+    """Lloyd's algorithm from `borders` on: entries are their values' means, borders are halfway between entries.
+
+    Returns:
+        The borders and the table, which is what they came from or what came from them.
+    """
+    for _ in range(_LLOYD_ROUNDS):
+        edges = np.concatenate(([0], borders, [len(values)]))
+        weight, moment = np.diff(sums.prefix[:2, edges], axis=1)
+        # The bounds hold whatever is lost in the sums of very unlike weights.
+        table = np.clip(moment / (weight + sums.floor) + sums.origin, values[edges[:-1]], values[edges[1:] - 1])
+        if rounded:
+            table = _to_fp16(table)
+        moved = _spread_out(values.searchsorted((table[1:] + table[:-1]) / 2, side="right"), len(values))
+        if np.array_equal(moved, borders):
+            break
+        borders = moved
+    return borders, table
+
+
+def _to_fp16(values: Floats) -> Floats:
+    return np.clip(values, -_LARGEST, _LARGEST).astype(np.float16).astype(np.float64)
