@@ -1,0 +1,222 @@
+"""What a function reads of its caches and writes to them: states, and inputs and outputs that stand for a cache."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from ane_layers.analysis.flow import Datum, Flow, Step
+from ane_layers.analysis.movement import (
+    JOINS,
+    REARRANGEMENTS,
+    SELECTIONS,
+    UPDATES,
+    VIEWS,
+    data_of,
+    is_same,
+    new_data_of,
+    reads,
+    repeats,
+    root,
+)
+from ane_layers.program.types import BITS
+
+_CACHE_NAME = re.compile(r"cache|past|key|value|kv|memory|(^|[_.])[kv]([_.\d]|$)", re.IGNORECASE)
+_PRODUCTS = {
+    "conv": ("x", "weight"),
+    "einsum": ("values",),
+    "matmul": ("x", "y"),
+    "scaled_dot_product_attention": ("query", "key", "value"),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Elements of a cache that a value holds unchanged; None if a dimension is open."""
+
+    source: Datum
+    elements: int | None
+
+    @property
+    def bytes(self) -> int | None:
+        """In the type that the cache is stored in."""
+        type_ = self.source.tensor
+        if self.elements is None or type_ is None:
+            return None
+        return math.ceil(self.elements * BITS.get(type_.dtype, 0) / 8)
+
+
+@dataclass(frozen=True, eq=False)
+class Access:
+    """A read or a write of a cache.
+
+    Attributes:
+        step: that reads or writes.
+        source: the state or input; None for an output that stands for a cache.
+        datum: what is read, or what is put in.
+        bytes: in the type of the cache; None if a dimension is open.
+    """
+
+    step: Step
+    source: Datum | None
+    datum: Datum
+    bytes: int | None
+
+
+class Caches:
+    """The caches of a function.
+
+    Every state is one. An input is one if it becomes an operand of a product of two computed values (attention's scores or its
+    weighted sum) without arithmetic on the way, and has a cache's name (`past_key_values`, `k_cache_0` …) or, in a function without
+    states, is joined or updated with other values before that.
+
+    An output is a cache or new rows for one if two of three hold: what it holds becomes such an operand
+    too; it has a cache's name; an input is a cache.
+
+    Attributes:
+        sources: states and inputs that are caches.
+        parts: what values hold of them.
+    """
+
+    def __init__(self, flow: Flow) -> None:
+        self._flow = flow
+        self._operands = _operands(flow)
+        self.inputs = [
+            datum
+            for datum in flow.inputs.values()
+            if datum in self._operands and (_CACHE_NAME.search(datum.name) or (not flow.states and _is_mixed(datum)))
+        ]
+        self.sources = [*flow.states.values(), *self.inputs]
+        self.parts = {datum: Part(datum, datum.elements) for datum in self.sources}
+        for step in flow.steps:
+            self._follow(step)
+        writes = [step for step in flow.steps if step.type == "write_state" and self.is_update(step)]
+        # Each once: a state may be written, read again and written on, all through the same chain of values.
+        self._updates = {update: write for write in reversed(writes) for update in _updates(write.one("data"))}
+
+    def is_update(self, write: Step) -> bool:
+        """Whether what a `write_state` writes is the state itself with rows replaced, rather than a value of its own."""
+        data = write.one("data")
+        while data is not None and data.step is not None and (is_same(data.step) or data.step.type in UPDATES):
+            data = data_of(data.step)
+        return data is not None and data is write.one("input")
+
+    def in_place(self, update: Step) -> bool:
+        """Whether an update replaces rows of a state, rather than makes a further copy of what it updates."""
+        return update in self._updates
+
+    def reads(self) -> Iterator[Access]:
+        """What operations read that do more with a part of a cache than pass it on."""
+        for step in self._flow.steps:
+            if step.type == "write_state" and self.is_update(step):
+                continue
+            passed = data_of(step) if _passes(step) else None
+            for datum in {datum: None for parameter, datum in step.given() if reads(step, parameter)}:
+                if datum is not passed and datum in self.parts and not _is_target(step, datum):
+                    part = self.parts[datum]
+                    yield Access(step, part.source, datum, part.bytes)
+
+    def writes(self) -> Iterator[Access]:
+        """What is written: the new rows where a cache is updated, all of it where it is replaced."""
+        for step in self._flow.steps:
+            if step in self._updates:
+                new = new_data_of(step)
+                if new is not None:
+                    yield Access(step, self._updates[step].one("input"), new, _bytes(new, step.outputs[0]))
+            elif step.type == "write_state" and not self.is_update(step):
+                data = step.one("data")
+                if data is not None:
+                    yield Access(step, step.one("input"), data, data.bytes)
+        for output in self._flow.outputs:
+            if output.step is not None and self._is_cache_output(output):
+                yield Access(output.step, None, output, output.bytes)
+
+    def _follow(self, step: Step) -> None:
+        if not _passes(step):
+            return
+        data = data_of(step)
+        if data is None or data not in self.parts:
+            return
+        part = self.parts[data]
+        for output in step.outputs:
+            elements = output.elements if step.type in SELECTIONS else part.elements
+            self.parts[output] = Part(part.source, elements)
+
+    def _is_cache_output(self, output: Datum) -> bool:
+        becomes_operand = any(datum in self._operands and datum.step is not None for datum in _pure([output]))
+        named = _CACHE_NAME.search(output.name) is not None
+        return becomes_operand + named + bool(self.inputs) >= 2
+
+
+def _passes(step: Step) -> bool:
+    if step.type in VIEWS or step.type in REARRANGEMENTS or step.type in UPDATES:
+        return True
+    return step.type in SELECTIONS and not repeats(step)
+
+
+def _is_target(step: Step, datum: Datum) -> bool:
+    return step.type == "write_state" and datum is step.one("input")
+
+
+def _updates(data: Datum | None) -> Iterator[Step]:
+    """The updates that lie between a state and what is written to it."""
+    while data is not None and data.step is not None:
+        if data.step.type in UPDATES:
+            yield data.step
+        data = data_of(data.step)
+
+
+def _bytes(new: Datum, cache: Datum) -> int | None:
+    """Bytes of new rows in the type of the cache."""
+    return None if cache.tensor is None else Part(cache, new.elements).bytes
+
+
+def _operands(flow: Flow) -> set[Datum]:
+    """Everything that becomes an operand of a product of two computed values without arithmetic on the way."""
+    operands: list[Datum] = []
+    for step in flow.steps:
+        given = [datum for parameter in _PRODUCTS.get(step.type, ()) for datum in step.inputs.get(parameter, ())]
+        if len(given) > 1 and all(root(datum).constant is None for datum in given):
+            operands += given
+    return set(_pure(operands))
+
+
+def _pure(data: Iterable[Datum]) -> Iterator[Datum]:
+    """These values and all that they are made of without arithmetic."""
+    left, seen = list(data), set[Datum]()
+    while left:
+        datum = left.pop()
+        if datum in seen:
+            continue
+        seen.add(datum)
+        yield datum
+        if datum.step is not None:
+            left += _moved(datum.step)
+
+
+def _moved(step: Step) -> list[Datum]:
+    """The inputs whose elements an operation moves."""
+    if step.type in JOINS:
+        return list(step.inputs.get("values", ()))
+    if _passes(step) or step.type == "pad" or repeats(step):
+        return [datum for datum in (data_of(step), new_data_of(step)) if datum is not None]
+    return []
+
+
+def _is_mixed(datum: Datum) -> bool:
+    """Whether a value is joined or updated with others before anything is computed with it."""
+    left, seen = [datum], set[Datum]()
+    while left:
+        current = left.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        for user in current.users:
+            others = [other for other in _moved(user) if other is not current and root(other).constant is None]
+            if user.type in JOINS | UPDATES and others:
+                return True
+            if current in _moved(user):
+                left += user.outputs
+    return False
