@@ -1,143 +1,16 @@
-"""Runs tokens through a package: prefill in blocks, then decode, over one state."""
+"""Tokens that follow a prompt: prefill in blocks, then decode, one token at a time or several guessed ones."""
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal
 
-import numpy as np
-
-from ane_layers.interpreter import Finding, MLProgram, Mode
-from ane_layers.layers.masks import causal_mask
-from ane_layers.program import Package
 from ane_layers.sampling import Sampler
+from ane_layers.session import Logits, Runtime, Session, read_metadata
 
-CONFIG_KEY = "ane_layers.config"
 FinishReason = Literal["stop", "length", "context"]
-
-
-class Runtime(Protocol):
-    """What a session needs of a program; coremltools' `MLModel` has it too."""
-
-    def predict(self, data: dict[str, np.ndarray], state: Any = None) -> dict[str, np.ndarray]: ...
-
-    def make_state(self) -> Any: ...
-
-
-@dataclass(frozen=True)
-class Logits:
-    """Logits that a call returned: `values` `[n, V]` belong to the positions `first … first + n - 1`."""
-
-    first: int
-    values: np.ndarray
-
-
-class Session:
-    """A conversation with a package that `CausalLM.convert` wrote.
-
-    Args:
-        path: of the package.
-        mode: arithmetic of the interpreter (see `MLProgram`).
-        diagnose: let the interpreter collect `findings`.
-        runtime: makes the program of one function from path and name; the interpreter unless another is given, such as
-            `ane_layers.coreml.coreml_runtime` on a Mac.
-
-    Raises:
-        ValueError: if the package was not written by this library.
-    """
-
-    def __init__(
-        self,
-        path: str | Path,
-        *,
-        mode: Mode = "fp32",
-        diagnose: bool = False,
-        runtime: Callable[[str, str], Runtime] | None = None,
-    ) -> None:
-        package = Package.open(path)
-        self.config = read_metadata(package)
-        self.context_length: int = self.config["context_length"]
-        self.block: int = self.config["prefill"]
-        make = runtime or (lambda file, name: MLProgram(file, name, mode, diagnose=diagnose))
-        self._decode = make(str(path), "decode")
-        self._prefill = make(str(path), "prefill")
-        self.reset()
-
-    @property
-    def findings(self) -> tuple[Finding, ...]:
-        """Where numbers left fp16 in `prefill`, then in `decode`; empty without `diagnose` or with another runtime."""
-        return tuple(f for program in (self._prefill, self._decode) for f in getattr(program, "findings", ()))
-
-    def reset(self) -> None:
-        """Forgets the conversation."""
-        self.position = 0
-        self._state = self._decode.make_state()
-
-    def extend(self, tokens: Sequence[int], *, prefill: bool = True) -> list[Logits]:
-        """Runs further tokens: whole blocks through `prefill`, and the rest in a padded one but for the last token, which `decode` takes.
-
-        Padding writes rows behind the tokens, into slots that the mask hides and that later tokens overwrite. Where a whole block does
-        not fit before the end of the context, and for one or two tokens, `decode` does it all.
-
-        Args:
-            tokens: ids, at least one.
-            prefill: whether blocks are used at all.
-
-        Returns:
-            What the calls returned, in order: with every call at least the logits after its last token.
-
-        Raises:
-            ValueError: if the tokens do not fit the context, before anything is run; the cache stays as it was.
-        """
-        self.check(tokens)
-        results = []
-        start = 0
-        while start < len(tokens):
-            left = len(tokens) - start
-            if prefill and left >= self.block:
-                length = self.block
-                results.append(self._call(self._prefill, tokens[start : start + length]))
-            elif prefill and left > 2 and self.position + self.block <= self.context_length:
-                length = left - 1
-                self._call(self._prefill, tokens[start : start + length], padding=self.block - length)
-            else:
-                length = 1
-                results.append(self._call(self._decode, tokens[start : start + length]))
-            start += length
-        return results
-
-    def check(self, tokens: Sequence[int]) -> None:
-        """Whether `extend` would take these tokens now.
-
-        Raises:
-            ValueError: there are none, they do not fit the context, or one is outside the vocabulary.
-        """
-        if not tokens:
-            raise ValueError("at least one token is needed")
-        if self.position + len(tokens) > self.context_length:
-            raise ValueError(
-                f"{len(tokens)} tokens at position {self.position} exceed the context of {self.context_length} slots"
-            )
-        vocabulary = self.config["model"]["vocab_size"]
-        for token in tokens:
-            if not 0 <= token < vocabulary:
-                raise ValueError(f"token {token} is outside the vocabulary 0 … {vocabulary - 1}")
-
-    def _call(self, program: Runtime, tokens: Sequence[int], padding: int = 0) -> Logits:
-        length = len(tokens) + padding
-        mask = causal_mask(self.position, length, self.context_length).numpy().astype(np.float16)
-        inputs: dict[str, np.ndarray] = {
-            "inputIds": np.asarray([[*tokens, *[0] * padding]], dtype=np.int32),
-            "position": np.asarray([self.position], dtype=np.int32),
-            "causalMask": mask,
-        }
-        logits = program.predict(inputs, state=self._state)["logits"][0]  # [S or 1, V]
-        self.position += len(tokens)
-        return Logits(self.position - len(logits), logits)
 
 
 @dataclass
@@ -148,7 +21,9 @@ class GenerationStats:
         prompt_tokens: in the prompt.
         prefill_seconds: until the first new token was chosen.
         new_tokens: given out.
-        decode_steps: calls that ran one new token each. The first new token needs none.
+        decode_steps: calls that ran new tokens: one each, or one and its guesses. The first new token needs none.
+        guessed: tokens that were guessed and checked, with speculation.
+        accepted: of those, the ones that were right.
         decode_seconds: spent in those calls, choosing the tokens included.
     """
 
@@ -156,12 +31,14 @@ class GenerationStats:
     prefill_seconds: float = 0.0
     new_tokens: int = 0
     decode_steps: int = 0
+    guessed: int = 0
+    accepted: int = 0
     decode_seconds: float = 0.0
 
     @property
     def tokens_per_second(self) -> float | None:
         """Of decode; None if no token was decoded."""
-        return self.decode_steps / self.decode_seconds if self.decode_seconds else None
+        return (self.decode_steps + self.accepted) / self.decode_seconds if self.decode_seconds else None
 
 
 class Generation(Iterator[int]):
@@ -174,11 +51,18 @@ class Generation(Iterator[int]):
     """
 
     def __init__(
-        self, session: Session, prompt: Sequence[int], max_new_tokens: int, sampler: Sampler, stop_ids: Collection[int]
+        self,
+        session: Session,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        sampler: Sampler,
+        stop_ids: Collection[int],
+        guess: PromptLookup | None,
     ) -> None:
         self.stats = GenerationStats(prompt_tokens=len(prompt))
         self.finish_reason: FinishReason | None = None
-        self._session, self._sampler = session, sampler
+        self._session, self._sampler, self._guess = session, sampler, guess
+        self._seen = list(prompt)
         self._tokens = self._run(prompt, max_new_tokens, frozenset(stop_ids))
 
     def __next__(self) -> int:
@@ -186,26 +70,66 @@ class Generation(Iterator[int]):
 
     def _run(self, prompt: Sequence[int], max_new_tokens: int, stop_ids: frozenset[int]) -> Iterator[int]:
         stats = self.stats
-        token, stats.prefill_seconds = self._step(prompt)
-        while token not in stop_ids:
-            stats.new_tokens += 1
-            yield token
-            if stats.new_tokens == max_new_tokens:
-                self.finish_reason = "length"
-                return
+        started = time.perf_counter()
+        ready = [self._sample(self._session.extend(prompt)[-1])]
+        stats.prefill_seconds = time.perf_counter() - started
+        while True:
+            for token in ready:
+                if token in stop_ids:
+                    self.finish_reason = "stop"
+                    return
+                stats.new_tokens += 1
+                self._seen.append(token)
+                yield token
+                if stats.new_tokens == max_new_tokens:
+                    self.finish_reason = "length"
+                    return
             # The last slot is used: what it predicts is given out too, and only that token has no slot any more.
             if self._session.position == self._session.context_length:
                 self.finish_reason = "context"
                 return
-            token, seconds = self._step([token])
+            started = time.perf_counter()
+            ready = self._step(ready[-1])
             stats.decode_steps += 1
-            stats.decode_seconds += seconds
-        self.finish_reason = "stop"
+            stats.decode_seconds += time.perf_counter() - started
 
-    def _step(self, tokens: Sequence[int]) -> tuple[int, float]:
-        started = time.perf_counter()
-        token = self._sampler.sample(self._session.extend(tokens)[-1].values[-1])
-        return token, time.perf_counter() - started
+    def _step(self, token: int) -> list[int]:
+        """What follows a token that is not run yet: one token, or several that were guessed, and the one after them."""
+        guesses = self._guess.guess(self._seen, self._session.verify_length - 1) if self._guess else []
+        if guesses:
+            found = self._session.check_guesses(token, guesses)
+            if found is not None:
+                self.stats.guessed += len(guesses)
+                self.stats.accepted += len(found) - 1
+                return found
+        return [self._sample(self._session.extend([token])[-1])]
+
+    def _sample(self, logits: Logits) -> int:
+        return logits.token(-1, self._sampler.sample(logits.values[-1]))
+
+
+class PromptLookup:
+    """Guesses by what followed the last few tokens when they stood in the text before.
+
+    Args:
+        longest, shortest: numbers of last tokens that are looked for, the most first.
+
+    Source: Saxena, "Prompt Lookup Decoding", 2023.
+    """
+
+    def __init__(self, *, longest: int = 3, shortest: int = 1) -> None:
+        if not 1 <= shortest <= longest:
+            raise ValueError(f"PromptLookup: shortest must be within 1 … longest ({longest}), got {shortest}")
+        self.longest, self.shortest = longest, shortest
+
+    def guess(self, tokens: Sequence[int], most: int) -> list[int]:
+        """At most `most` tokens that may follow; none if nothing like it stood there before."""
+        for size in range(min(self.longest, len(tokens) - 1), self.shortest - 1, -1):
+            last = list(tokens[-size:])
+            for start in range(len(tokens) - size - 1, -1, -1):
+                if list(tokens[start : start + size]) == last:
+                    return list(tokens[start + size : start + size + most])
+        return []
 
 
 def generate(
@@ -215,11 +139,13 @@ def generate(
     max_new_tokens: int,
     sampler: Sampler | None = None,
     stop_ids: Collection[int] = (),
+    guess: PromptLookup | None = None,
 ) -> Generation:
     """Continues a prompt, token by token: prefill in blocks, then decode.
 
     The session goes on from where it is and stays usable, whether the iteration ends or is given up: its cache then holds the
-    prompt and the new tokens, without the last one if that was never run (`session.position` tells).
+    prompt and the new tokens, without the last one if that was never run (`session.position` tells), and with `guess` perhaps some that
+    were not given out.
 
     Args:
         session: to continue; `reset` it for a new conversation.
@@ -227,29 +153,33 @@ def generate(
         max_new_tokens: at most so many are given out.
         sampler: greedy by default.
         stop_ids: end the generation.
+        guess: check several guessed tokens in a call; the tokens are those of plain greedy decoding.
 
     Raises:
-        ValueError: at once, for a prompt that the session cannot take or `max_new_tokens` below 1; during the iteration, for
-            logits that are not finite.
+        ValueError: at once, for a prompt that the session cannot take, `max_new_tokens` below 1, a sampler or guesses that the package's
+            functions do not allow; during the iteration, for logits that are not finite.
     """
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    sampler = sampler or Sampler()
+    greedy = sampler.temperature == 0
+    if session.head == "argmax" and not greedy:
+        raise ValueError(f"the package gives tokens, not logits: temperature must be 0, got {sampler.temperature}")
+    if guess is not None and not (greedy and session.verify_length):
+        what = f"temperature is {sampler.temperature}" if not greedy else "the package has no function verify"
+        raise ValueError(f"guesses need greedy decoding and a function verify; {what}")
     session.check(prompt_ids)
-    return Generation(session, prompt_ids, max_new_tokens, sampler or Sampler(), stop_ids)
+    return Generation(session, prompt_ids, max_new_tokens, sampler, stop_ids, guess)
 
 
-def read_metadata(package: Package) -> dict[str, Any]:
-    """What `CausalLM.convert` noted in the package: model config, context, block, modes.
-
-    Raises:
-        ValueError: if it is not there or damaged.
-    """
-    text = package.metadata.get(CONFIG_KEY)
-    if text is None:
-        raise ValueError(f"{package.path}: has no metadata {CONFIG_KEY}; was it written by ane_layers?")
-    try:
-        config: dict[str, Any] = json.loads(text)
-        _ = config["context_length"], config["prefill"], config["model"]["vocab_size"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{package.path}: metadata {CONFIG_KEY} is damaged: {error}") from error
-    return config
+__all__ = [
+    "FinishReason",
+    "Generation",
+    "GenerationStats",
+    "Logits",
+    "PromptLookup",
+    "Runtime",
+    "Session",
+    "generate",
+    "read_metadata",
+]

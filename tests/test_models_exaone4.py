@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -15,9 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.testing import assert_close
 
-from ane_layers.layers import KVCache, RotaryEmbedding, causal_mask, merge_heads, rotary_frequencies
-from ane_layers.models import Exaone4, from_folder
-from ane_layers.models.exaone4 import Exaone4Attention
+from ane_layers.layers import KVCache, NoCache, causal_mask, folded_columns, folded_rows, merge_heads
+from ane_layers.models import Exaone4, Exaone4Config, from_folder
+from ane_layers.models.exaone4 import FoldedExaone4Attention
+from ane_layers.models.step import Step
 
 Folder = Callable[..., Path]
 Reference = Callable[[Path], Any]
@@ -236,8 +238,26 @@ def test_ids_of_another_shape_are_refused_with_the_cache_intact(exaone4_folder: 
 # ---- parts -----------------------------------------------------------------------------------------------------------
 
 
-def tables(model: Exaone4, position: int, length: int) -> tuple[Tensor, Tensor]:
-    return model.rotary(torch.tensor([position], dtype=torch.int32), length)
+def step(model: Exaone4, position: int, length: int, cache: KVCache | NoCache | None = None) -> Step:
+    """What the layers get, lined up for them."""
+    at = torch.tensor([position], dtype=torch.int32)
+    cos, sin = model.rotary(at, length)
+    cache = model.cache if cache is None else cache
+    slots = length if isinstance(cache, NoCache) else cache.context_length
+    mask = causal_mask(position, length, slots)
+    return model.model.layers[0].self_attn.align(Step(position=at, mask=mask, cache=cache, cos=cos, sin=sin))
+
+
+def heads_of(model: Exaone4, layer: int, x: Tensor) -> Tensor:
+    """What attention gives before the output projection, `[B, H·D, 1, S]` in the checkpoint's order of heads."""
+    attention = model.model.layers[layer].self_attn
+    projection = attention.o_proj
+    attention.o_proj = torch.nn.Identity()
+    out = attention(x, step(model, 0, x.shape[3], NoCache()), layer)
+    attention.o_proj = projection
+    if isinstance(attention, FoldedExaone4Attention):
+        out = out[:, folded_columns(8, 2, 16).argsort()]
+    return out
 
 
 @pytest.mark.parametrize("fuse", [True, False])
@@ -263,9 +283,7 @@ def test_decoder_layer_matches_transformers(
     for module, wanted in ((ours, expected), (ours.self_attn, expected_attention)):
         for start, size in ((0, position), (position, length)):
             if size:
-                at = torch.tensor([start], dtype=torch.int32)
-                part = x[..., start : start + size]
-                out = module(part, *tables(model, start, size), causal_mask(start, size, CONTEXT), model.cache, 1, at)
+                out = module(x[..., start : start + size], step(model, start, size), 1)
                 assert_close(out.squeeze(2).transpose(1, 2), wanted[:, start : start + size], **LAYER)
 
 
@@ -282,44 +300,56 @@ def test_scaled_query_head_leaves_the_others_unchanged_as_vllm_16311(
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
 
     x = torch.randn(1, 40, 1, 5, generator=torch.Generator().manual_seed(1))
-    results = []
-    for model in (load(exaone4_folder(), fuse=fuse), load(folder, fuse=fuse)):
-        attention = model.model.layers[0].self_attn
-        query, key, value = attention.heads(x, *tables(model, 0, 5))
-        results.append(attention.attention(query, key, value, causal_mask(0, 5, 5)))
+    results = [
+        heads_of(model, 0, x).unflatten(1, (8, 16))
+        for model in (load(exaone4_folder(), fuse=fuse), load(folder, fuse=fuse))
+    ]
     others = [i for i in range(8) if i != head]
     assert_close(results[1][:, others], results[0][:, others], **LAYER)
+    assert (results[1][:, head] - results[0][:, head]).abs().max() < 1e-3  # the norm takes the scale away
     assert_close(run(load(folder, fuse=fuse), ids(5), [5]), logits_of(exaone4_reference(folder), ids(5)), **LOGITS)
 
 
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("kv", ["in_place", "deferred"])
 @pytest.mark.parametrize("b", [1, 3])
 @torch.no_grad()
-def test_attention_of_several_sequences_matches_one_at_a_time(exaone4_folder: Folder, b: int) -> None:
+def test_attention_of_several_sequences_matches_one_at_a_time(
+    exaone4_folder: Folder, b: int, kv: str, fuse: bool
+) -> None:
     """The layers take any batch; only conversion wants one sequence."""
-    model = load(exaone4_folder(), fuse=False)
-    config, attention = model.config, model.model.layers[0].self_attn
-    assert isinstance(attention, Exaone4Attention)
+    model = load(exaone4_folder(), fuse=fuse)
+    attention = model.model.layers[0].self_attn
     sizes = {"num_layers": 1, "num_key_value_heads": 2, "head_dim": 16, "context_length": 9}
+
+    def run_rows(x: Tensor) -> Tensor:
+        cache = KVCache(**sizes, batch_size=x.shape[0], kv=kv)
+        at, cos_sin = torch.tensor([2], dtype=torch.int32), model.rotary(torch.tensor([2], dtype=torch.int32), 5)
+        mask = causal_mask(2, 5, 9, two_parts=cache.two_parts)
+        shared = Step(position=at, mask=mask, cache=cache, cos=cos_sin[0], sin=cos_sin[1])
+        out = attention(x, attention.align(shared), 0)
+        cache.finish(at)
+        return torch.cat([out.flatten(), cache.key.flatten(), cache.value.flatten()]) if x.shape[0] == 1 else out
+
     x = torch.randn(b, 40, 1, 5, generator=torch.Generator().manual_seed(1))
-    frequencies = rotary_frequencies(16, rope_theta=config.rope_theta, rope_scaling=config.rope_scaling)
-    at = torch.tensor([2], dtype=torch.int32)
-    inputs = (*RotaryEmbedding(frequencies, max_positions=9)(at, 5), causal_mask(2, 5, 9))
-    together = attention(x, *inputs, KVCache(**sizes, batch_size=b), 0, at)
-    single = [attention(row[None], *inputs, KVCache(**sizes), 0, at) for row in x]
-    assert_close(together, torch.cat(single), **LAYER)
+    together = run_rows(x)
+    single = [run_rows(row[None]) for row in x]
+    size = 40 * 5
+    assert_close(together.reshape(b, -1)[:, :size], torch.stack([row[:size] for row in single]), **LAYER)
 
 
 @torch.no_grad()
-def test_norm_before_rotary_is_what_transformers_does(exaone4_folder: Folder) -> None:
-    """That random norm weights make the order visible: rotating first gives other queries."""
+def test_norm_before_rotary_is_what_transformers_does(exaone4_folder: Folder, exaone4_reference: Reference) -> None:
+    """That random norm weights make the order visible: a model that rotates first gives other logits."""
     model = load(exaone4_folder(), fuse=False)
-    attention = model.model.layers[0].self_attn
-    x = torch.randn(1, 40, 1, 5, generator=torch.Generator().manual_seed(1))
-    query, _, _ = attention.heads(x, *tables(model, 0, 5))
-    attention.q_norm.weight.fill_(1.0)
-    swapped, _, _ = attention.heads(x, *tables(model, 0, 5))
-    weight = load(exaone4_folder(), fuse=False).model.layers[0].self_attn.q_norm.weight
-    assert (query - swapped * weight).abs().max() > 0.1
+    for layer in model.decoder_layers():
+        attention = layer.self_attn
+        weight = attention.q_norm.weight.clone()
+        attention.q_norm.weight.fill_(1.0)
+        inner = attention.attention.forward
+        attention.attention.forward = lambda query, *rest, inner=inner, weight=weight: inner(query * weight, *rest)
+    swapped = run(model, ids(PROMPT), [PROMPT])
+    assert (swapped - logits_of(exaone4_reference(exaone4_folder()), ids(PROMPT))).abs().max() > 0.1
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
@@ -405,9 +435,11 @@ def test_no_parameter_is_left_unassigned_or_trainable(exaone4_folder: Folder) ->
 
 def test_fused_model_has_two_projections_less_a_layer_and_keeps_the_weights(exaone4_folder: Folder) -> None:
     plain, fused = (load(exaone4_folder(), fuse=fuse) for fuse in (False, True))
-    attention = plain.model.layers[0].self_attn
+    attention, folded = plain.model.layers[0].self_attn, fused.model.layers[0].self_attn
     parts = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
-    assert_close(fused.model.layers[0].self_attn.qkv_proj.weight, parts, atol=0, rtol=0)
+    back = folded_rows(8, 2, 16).argsort()
+    assert_close(folded.qkv_proj.weight[back], parts, atol=0, rtol=0)
+    assert_close(folded.o_proj.weight[:, folded_columns(8, 2, 16).argsort()], attention.o_proj.weight, atol=0, rtol=0)
     fused.fuse()  # a second time changes nothing
     assert_close(fused.extend(ids(5)), plain.extend(ids(5)), **LOGITS)
 
@@ -434,9 +466,95 @@ def test_half_precision_weights_match_transformers_or_are_refused(
     assert -10 * error_power.log10() > (45 if dtype == torch.float16 else 28)
 
 
-def test_hybrid_folder_is_refused_by_name(exaone4_folder: Folder) -> None:
-    folder = exaone4_folder(layers=4, sliding_window=4, sliding_window_pattern=4, layer_types=None)
-    refusal(folder, "sliding_window = 4", "sliding-window layers")
+# ---- caches and hybrid models ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv", ["in_place", "deferred", "read_only"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("fuse", [True, False])
+def test_every_way_of_writing_the_cache_matches_transformers(
+    exaone4_folder: Folder, exaone4_reference: Reference, kv: str, way: str, fuse: bool
+) -> None:
+    folder = exaone4_folder()
+    model = load(folder, kv=kv, fuse=fuse)
+    # What a slot held before does not matter: it is hidden until it is written.
+    model.cache.key.fill_(7.0)
+    model.cache.value.fill_(-7.0)
+    expected = logits_of(exaone4_reference(folder), ids(PROMPT))
+    assert_close(run(model, ids(PROMPT), WAYS[way]), expected, **LOGITS)
+
+
+HYBRID = {"sliding_window": 4, "sliding_window_pattern": 4, "layers": 5, "layer_types": None}
+
+
+def hybrid(folder: Folder, **options: Any) -> Path:
+    pattern = ["sliding_attention"] * 3 + ["full_attention"]
+    layers = HYBRID["layers"]
+    types = (pattern * layers)[:layers]
+    return folder(**(HYBRID | {"layer_types": types} | options))
+
+
+@pytest.mark.parametrize("kv", ["in_place", "deferred", "read_only"])
+@pytest.mark.parametrize("block", [1, 3, 4, 7, 16])
+@pytest.mark.parametrize("window", [1, 3, 4, 33])
+def test_hybrid_logits_match_transformers_past_the_window(
+    exaone4_folder: Folder, exaone4_reference: Reference, kv: str, block: int, window: int
+) -> None:
+    """Windows smaller and larger than a block; far enough for the rolling cache to wrap several times (32 or 64 slots)."""
+    folder = hybrid(exaone4_folder, sliding_window=window)
+    model = load(folder, kv=kv, block_size=block, context_length=150)
+    model.sliding_cache.key.fill_(7.0)
+    tokens = ids(150)
+    expected = logits_of(exaone4_reference(folder), tokens)
+    actual = torch.cat(
+        [model.extend(tokens[:, :90]), model.extend(tokens[:, 90:91], 90), model.extend(tokens[:, 91:], 91)], 1
+    )
+    assert not actual.isnan().any()
+    assert_close(actual, expected, **LOGITS)
+
+
+def test_whole_sequences_match_transformers(exaone4_folder: Folder, exaone4_reference: Reference) -> None:
+    for folder in (exaone4_folder(), hybrid(exaone4_folder), hybrid(exaone4_folder, sliding_window=40)):
+        for fuse in (True, False):
+            model = load(folder, fuse=fuse)
+            tokens = torch.cat([ids(PROMPT), ids(PROMPT, seed=1)])
+            before = model.cache.key.clone()
+            assert_close(model.whole(tokens), logits_of(exaone4_reference(folder), tokens), **LOGITS)
+            assert_close(model.cache.key, before, atol=0, rtol=0)
+            assert_close(run(model, ids(PROMPT), [4, 4, 4, 1]), model.whole(ids(PROMPT)), **LOGITS)
+
+
+def test_windows_of_another_model_have_48_rolling_and_16_full_layers(exaone4_folder: Folder) -> None:
+    """vllm-metal 676: the 32B model's pattern, from `sliding_window_pattern` alone."""
+    config = Exaone4Config.from_pretrained(hybrid(exaone4_folder))
+    large = dataclasses.replace(
+        config,
+        num_hidden_layers=64,
+        sliding_window=4096,
+        sliding_window_pattern="LLLG",
+        layer_types=None,
+        max_position_embeddings=8192,
+    )
+    with torch.device("meta"):
+        model = Exaone4(large, context_length=8192)
+    assert model.cache.key.shape[0] == 16
+    assert model.sliding_cache.key.shape[:3] == (48, 2, 4160)  # 4096 + 64 − 1, to a multiple of 32
+    assert [layer.self_attn.rotates for layer in model.decoder_layers()[:4]] == [True, True, True, False]
+
+
+@torch.no_grad()
+def test_position_4_of_a_window_of_3_depends_on_tokens_2_to_4_only(exaone4_folder: Folder) -> None:
+    """Megatron-Bridge 2656, in prefill and in decode."""
+    folder = exaone4_folder(layers=1, sliding_window=3, sliding_window_pattern=1, layer_types=["sliding_attention"])
+    tokens = ids(5)
+    for blocks in ([5], [1] * 5, [4, 1]):
+        model = load(folder)
+        first = run(model, tokens, blocks)[:, 4]
+        for place in range(5):
+            changed = tokens.clone()
+            changed[0, place] = (changed[0, place] + 1) % 109
+            same = torch.equal(run(load(folder), changed, blocks)[:, 4], first)
+            assert same == (place < 2)
 
 
 @pytest.mark.parametrize("context", [0, 257])

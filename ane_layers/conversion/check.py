@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ane_layers.conversion.errors import ConversionError
@@ -19,12 +19,12 @@ class Expectations:
     """What a package must be, beyond being readable.
 
     Args:
-        state_writes: how often each function writes each state. None: at least once.
+        state_writes: how often each function writes each state, by its name. A state that is not in it: at least once.
         tile: whether operations that only repeat data are accepted.
         highest_rank: of any value.
     """
 
-    state_writes: int | None = None
+    state_writes: Mapping[str, int] = field(default_factory=dict)
     tile: bool = True
     highest_rank: int = 5
 
@@ -115,7 +115,7 @@ def _check_states(function: Function, states: Mapping[str, tuple[int, ...]], exp
                 "which crashes Core ML (coremltools issue 2713); read the state from the host"
             )
     for name in states:
-        wanted = expectations.state_writes
+        wanted = expectations.state_writes.get(name)
         if writes[name] == 0 or (wanted is not None and writes[name] != wanted):
             expected = "at least once" if wanted is None else f"{wanted} times"
             raise ConversionError(

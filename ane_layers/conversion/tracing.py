@@ -37,12 +37,14 @@ class FunctionSpec:
         outputs: names of what `forward` returns, in order. Floating-point outputs become fp16.
         arguments: further keyword arguments of `forward`, fixed for this function.
         states: names of the states that this function uses; all of them by default.
+        parameters: for inputs whose name is not that of a parameter of `forward`: which it is.
     """
 
     inputs: Mapping[str, Tensor]
     outputs: tuple[str, ...] = ("output",)
     arguments: Mapping[str, Any] = field(default_factory=dict)
     states: tuple[str, ...] | None = None
+    parameters: Mapping[str, str] = field(default_factory=dict)
 
     def own_states(self, states: Mapping[str, str]) -> dict[str, str]:
         """Those of a package's states that this function uses."""
@@ -85,7 +87,7 @@ class _Traceable(nn.Module):
         self._weights = weights
         self._spec = spec
         parameters = inspect.signature(module.forward).parameters
-        self._by_name = all(name in parameters for name in spec.inputs)
+        self._by_name = all(spec.parameters.get(name, name) in parameters for name in spec.inputs)
 
     def forward(self, *values: Tensor) -> Any:
         count = len(self._weights)
@@ -93,7 +95,7 @@ class _Traceable(nn.Module):
             owner, _, name = path.rpartition(".")
             self.module.get_submodule(owner).__dict__[name] = value
         inputs = {
-            name: value != 0 if example.dtype == torch.bool else value
+            self._spec.parameters.get(name, name): value != 0 if example.dtype == torch.bool else value
             for (name, example), value in zip(self._spec.inputs.items(), values[count:], strict=True)
         }
         by_order, by_name = ((), inputs) if self._by_name else (tuple(inputs.values()), {})

@@ -13,23 +13,36 @@ from ane_layers.layers.attention import (
 )
 from ane_layers.layers.embedding import Embedding
 from ane_layers.layers.feed_forward import FusedGatedFeedForward, GatedFeedForward
+from ane_layers.layers.folding import (
+    FoldedAttention,
+    FoldedNorm,
+    fold_output,
+    fold_projections,
+    folded_columns,
+    folded_rows,
+)
 from ane_layers.layers.head import OutputHead
-from ane_layers.layers.kv_cache import KVCache
+from ane_layers.layers.kv_cache import Context, KVCache, KvMode, NoCache
 from ane_layers.layers.linear import Linear, fuse_linears
-from ane_layers.layers.masks import MASKED, causal_mask, fold_mask
+from ane_layers.layers.masks import MASKED, causal_mask, fold_mask, rolling_slots, sliding_mask
 from ane_layers.layers.norm import RMSNorm
 from ane_layers.layers.rotary import RotaryEmbedding, rotary_frequencies, rotate
 from ane_layers.layers.softmax import ane_softmax
 
 __all__ = [
     "MASKED",
+    "Context",
     "Embedding",
+    "FoldedAttention",
+    "FoldedNorm",
     "FusedGatedFeedForward",
     "GatedFeedForward",
     "GroupedQueryAttention",
     "HeadSharing",
     "KVCache",
+    "KvMode",
     "Linear",
+    "NoCache",
     "OutputHead",
     "RMSNorm",
     "RotaryEmbedding",
@@ -37,9 +50,15 @@ __all__ = [
     "causal_mask",
     "contiguous_heads",
     "fold_mask",
+    "fold_output",
+    "fold_projections",
+    "folded_columns",
+    "folded_rows",
     "fuse_linears",
     "merge_heads",
+    "rolling_slots",
     "rotary_frequencies",
     "rotate",
+    "sliding_mask",
     "split_heads",
 ]

@@ -53,9 +53,8 @@ class GroupedQueryAttention(nn.Module):
         head_sharing: HeadSharing = "fold",
     ) -> None:
         super().__init__()
-        _check_heads(num_attention_heads, num_key_value_heads)
-        if head_sharing not in get_args(HeadSharing):
-            raise ValueError(f"head_sharing must be one of {get_args(HeadSharing)}, got {head_sharing!r}")
+        check_heads(num_attention_heads, num_key_value_heads)
+        check_head_sharing(head_sharing)
         self.num_attention_heads = num_attention_heads
         self.num_key_value_heads = num_key_value_heads
         self.groups = num_attention_heads // num_key_value_heads
@@ -71,7 +70,7 @@ class GroupedQueryAttention(nn.Module):
         if mask is not None:
             mask = self.align_mask(mask, length)
         if self.head_sharing == "repeat_kv":
-            return self._attend(query, self._repeat(key), self._repeat(value), mask)
+            return self._attend(query, repeat_kv(key, self.groups), repeat_kv(value, self.groups), mask)
         # One reshape: splitting the heads first would pass through rank 5.
         query = query.reshape(query.shape[0], self.num_key_value_heads, -1, self.head_dim)  # [B, K, G·S, D]
         out = self._attend(query, key, value, mask)
@@ -103,13 +102,6 @@ class GroupedQueryAttention(nn.Module):
             scores = scores + mask
         return ane_softmax(scores) @ value
 
-    def _repeat(self, x: Tensor) -> Tensor:
-        """`[B, K, T, D] → [B, H, T, D]`, every head G times."""
-        if self.groups == 1:
-            return x
-        b, k, t, d = x.shape
-        return x[:, :, None].expand(b, k, self.groups, t, d).reshape(b, k * self.groups, t, d)
-
     def extra_repr(self) -> str:
         return (
             f"num_attention_heads={self.num_attention_heads}, num_key_value_heads={self.num_key_value_heads}, "
@@ -117,7 +109,27 @@ class GroupedQueryAttention(nn.Module):
         )
 
 
-def _check_heads(num_attention_heads: int, num_key_value_heads: int) -> None:
+def repeat_kv(x: Tensor, groups: int) -> Tensor:
+    """Every KV head written out for each of its query heads: what the folding avoids, for comparison.
+
+    Shape:
+        - x: `[B, K, T, D]`
+        - output: `[B, K·G, T, D]`
+    """
+    if groups == 1:
+        return x
+    b, k, t, d = x.shape
+    return x[:, :, None].expand(b, k, groups, t, d).reshape(b, k * groups, t, d)
+
+
+def check_head_sharing(head_sharing: str) -> None:
+    """Raises `ValueError` for an unknown `head_sharing`."""
+    if head_sharing not in get_args(HeadSharing):
+        raise ValueError(f"head_sharing must be one of {get_args(HeadSharing)}, got {head_sharing!r}")
+
+
+def check_heads(num_attention_heads: int, num_key_value_heads: int) -> None:
+    """Raises `ValueError` unless the KV heads divide the query heads."""
     if num_key_value_heads < 1 or num_attention_heads % num_key_value_heads:
         raise ValueError(
             f"num_attention_heads ({num_attention_heads}) must be a multiple of num_key_value_heads ({num_key_value_heads})"
@@ -135,7 +147,7 @@ def contiguous_heads(num_attention_heads: int, num_key_value_heads: int, head_di
     Shape:
         - output: int64 `[H·D]`
     """
-    _check_heads(num_attention_heads, num_key_value_heads)
+    check_heads(num_attention_heads, num_key_value_heads)
     rows = torch.arange(num_attention_heads * head_dim)
     return rearrange(rows, "(g k d) -> (k g d)", k=num_key_value_heads, d=head_dim)
 

@@ -55,9 +55,52 @@ class OutputHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         logits = torch.cat([piece(x) for piece in self.pieces], dim=1)  # [B, V, 1, S]
-        if logits.shape[3] == 1:
-            return logits.reshape(logits.shape[0], 1, self.vocab_size)
-        return logits.squeeze(2).transpose(1, 2)
+        return _tokens_first(logits)
+
+    def argmax(self, x: Tensor) -> Tensor:
+        """The most likely token of every position, the first one of several: found in each piece, then among the pieces' largest.
+
+        Shape:
+            - x: `[B, C, 1, S]`
+            - output: int32 `[B, S]`
+        """
+        logits = [_tokens_first(piece(x)) for piece in self.pieces]  # [B, S, size] each
+        largest = torch.cat([part.amax(dim=2, keepdim=True) for part in logits], dim=2)  # [B, S, pieces]
+        numbers = [
+            part.argmax(dim=2, keepdim=True).to(torch.int32) + first
+            for part, first in zip(logits, self._firsts(), strict=True)
+        ]
+        if len(numbers) == 1:
+            return numbers[0].squeeze(2)
+        winner = largest.argmax(dim=2, keepdim=True)
+        return torch.cat(numbers, dim=2).gather(2, winner).squeeze(2)
+
+    def top_k(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The k most likely tokens of every position and their logits, the largest first: of each piece, then among those.
+
+        Shape:
+            - x: `[B, C, 1, S]`
+            - output: int32 `[B, S, k]` and logits `[B, S, k]`
+
+        Raises:
+            ValueError: if k is not within 1 … vocab_size.
+        """
+        if not 1 <= k <= self.vocab_size:
+            raise ValueError(f"OutputHead: top_k must be within 1 … {self.vocab_size}, got {k}")
+        found = [
+            _tokens_first(piece(x)).topk(min(k, size), dim=2)
+            for piece, size in zip(self.pieces, self.sizes, strict=True)
+        ]
+        values = torch.cat([part.values for part in found], dim=2)  # [B, S, pieces·k]
+        numbers = [part.indices.to(torch.int32) + first for part, first in zip(found, self._firsts(), strict=True)]
+        if len(numbers) == 1:
+            return numbers[0], values
+        best = values.topk(k, dim=2)
+        return torch.cat(numbers, dim=2).gather(2, best.indices), best.values
+
+    def _firsts(self) -> list[int]:
+        """The number of the first token of each piece."""
+        return [self.sizes[0] * i for i in range(len(self.sizes))]
 
     def extra_repr(self) -> str:
         return f"hidden_size={self.hidden_size}, vocab_size={self.vocab_size}, pieces={len(self.sizes)}"
@@ -72,3 +115,10 @@ class OutputHead(nn.Module):
             for i, rows in enumerate(table.split(self.sizes)):
                 state_dict[f"{prefix}pieces.{i}.weight"] = rows
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def _tokens_first(logits: Tensor) -> Tensor:
+    """`[B, V, 1, S] → [B, S, V]`."""
+    if logits.shape[3] == 1:
+        return logits.reshape(logits.shape[0], 1, logits.shape[1])
+    return logits.squeeze(2).transpose(1, 2)

@@ -47,10 +47,14 @@ class RMSNorm(nn.Module):
         shape[dim] = 1
         extended = torch.cat([x, x.new_full(shape, (self.size * self.eps) ** 0.5)], dim=dim)
         length = torch.linalg.vector_norm(extended, dim=dim, keepdim=True)
+        return x / length * (self.spread_weight(x) * self.size**0.5)
+
+    def spread_weight(self, x: Tensor) -> Tensor:
+        """The weight in a shape that broadcasts against x."""
         weight: Tensor = self.weight
         if weight.ndim == 1:
-            weight = weight.view(self.size, *[1] * (x.ndim - 1 - dim))  # [C, 1, …]: C stands at `dim`
-        return x / length * (weight * self.size**0.5)
+            weight = weight.view(self.size, *[1] * (x.ndim - 1 - self.dim % x.ndim))  # [C, 1, …]: C stands at `dim`
+        return weight
 
     def extra_repr(self) -> str:
         return f"{self.size}, eps={self.eps}, dim={self.dim}"

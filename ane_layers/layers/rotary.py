@@ -113,18 +113,19 @@ class RotaryEmbedding(nn.Module):
         return cos, sin
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, dim: int = -1) -> Tensor:
     """Rotates heads by their positions.
 
     Args:
         x: query or key heads.
         cos: from `RotaryEmbedding`.
         sin: from `RotaryEmbedding`, the first half negative.
+        dim: the axis of D.
 
     Shape:
-        - x: `[B, H, S, D]`
-        - cos, sin: `[1, 1, S, D]`
-        - output: `[B, H, S, D]`
+        - x: `[B, H, S, D]`, or another order of axes with D at `dim`
+        - cos, sin: `[1, 1, S, D]`, or what broadcasts against x
+        - output: as x
     """
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([second, first], dim=-1) * sin
+    first, second = x.chunk(2, dim=dim)
+    return x * cos + torch.cat([second, first], dim=dim) * sin

@@ -2,39 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from ane_layers.checkpoint import Checkpoint, check_float16
-from ane_layers.layers import HeadSharing, Linear, OutputHead, causal_mask
+from ane_layers.layers import (
+    Embedding,
+    HeadSharing,
+    KVCache,
+    KvMode,
+    Linear,
+    NoCache,
+    OutputHead,
+    RMSNorm,
+    RotaryEmbedding,
+    causal_mask,
+    rolling_slots,
+    rotary_frequencies,
+    sliding_mask,
+)
+from ane_layers.models.config import FULL, SLIDING
+from ane_layers.models.step import Step
 
 if TYPE_CHECKING:
     from ane_layers.compression import Compression
     from ane_layers.program import Package
 
 
+Head = Literal["logits", "argmax", "top_k"]
+"""What a model gives: logits, the most likely token, or the k most likely ones with their logits."""
+
+
+class Decoder(nn.Module):
+    """Embedding, decoder layers and final norm, named as in Hugging Face's checkpoints."""
+
+    def __init__(self, config: Any, layers: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dim=1)
+
+
 class CausalLM(nn.Module):
-    """A decoder with a KV cache. A family sets `config_class`, builds its layers and writes `allocate`, `forward` and `fuse`.
+    """A decoder with KV caches. A family sets `config_class` and writes `decoder_layer`.
+
+    A layer has `kind` (`"full_attention"` or `"sliding_attention"`), `self_attn` with `align(step)`, `fuse()` and `forward(x, step, number)`,
+    where `number` counts the layers of its kind.
 
     Args:
         config: the family's config.
         context_length: T, the slots of the cache; at most the config's `max_position_embeddings`.
+        kv: when the cache is written; see `KVCache`.
+        block_size: the most tokens that run at once, from which the slots of a rolling cache follow.
+        head_sharing: see `GroupedQueryAttention`.
+        head_pieces: convolutions that the output head is split into; see `OutputHead`.
 
     Shape:
         - input_ids: int `[B, S]`
-        - position: int32 `[1]`, cache slot of the first of the S tokens
-        - causal_mask: `[1, 1, S, T]`, see `causal_mask`
-        - output: logits `[B, S, V]`, or `[B, 1, V]` of the last position with `last_only`
+        - position: int32 `[1]`, position of the first of the S tokens
+        - causal_mask: `[1, 1, S, T]`, see `causal_mask`; `[1, 1, S, T + S]` unless `kv` is `"in_place"`. With fewer than all slots, attention
+          reads only these, the first ones.
+        - sliding_mask: `[1, 1, S, W']` or `[1, 1, S, W' + S]`, see `sliding_mask`; for models with sliding-window layers
+        - output: logits `[B, S, V]`, or `[B, 1, V]` of the last position with `last_only`; with `head="argmax"` tokens `[B, S]`, with
+          `head="top_k"` tokens and logits `[B, S, k]`; read-only, then new keys and values of each cache
     """
 
     config_class: Any
-    head_sharing: HeadSharing
 
-    def __init__(self, config: Any, *, context_length: int) -> None:
+    def __init__(
+        self,
+        config: Any,
+        *,
+        context_length: int,
+        kv: KvMode = "in_place",
+        block_size: int = 64,
+        head_sharing: HeadSharing = "fold",
+        head_pieces: int | None = None,
+    ) -> None:
         super().__init__()
         if not 1 <= context_length <= config.max_position_embeddings:
             raise ValueError(
@@ -43,14 +92,110 @@ class CausalLM(nn.Module):
             )
         self.config = config
         self.context_length = context_length
+        self.kv: KvMode = kv
+        self.block_size = block_size
+        self.head_sharing = head_sharing
+        self.kinds: tuple[str, ...] = getattr(config, "layer_types", None) or (FULL,) * config.num_hidden_layers
+        self.model = Decoder(config, (self.decoder_layer(kind) for kind in self.kinds))
+        self.lm_head = OutputHead(config.hidden_size, config.vocab_size, pieces=head_pieces)
+        self.allocate()
+
+    def decoder_layer(self, kind: str) -> nn.Module:
+        """A layer of the family, by its kind of attention."""
+        raise NotImplementedError
 
     def allocate(self) -> None:
         """Builds caches and constant tables, which no checkpoint holds."""
-        raise NotImplementedError
+        config = self.config
+        frequencies = rotary_frequencies(
+            config.head_dim, rope_theta=config.rope_theta, rope_scaling=config.rope_scaling
+        )
+        self.rotary = RotaryEmbedding(frequencies, max_positions=self.context_length)
+        self.cache = self._cache(FULL, self.context_length)
+        self.sliding_cache = self._cache(SLIDING, self.sliding_slots)
+
+    def _cache(self, kind: str, slots: int) -> KVCache | None:
+        layers = self.kinds.count(kind)
+        if not layers:
+            return None
+        config = self.config
+        return KVCache(
+            num_layers=layers,
+            num_key_value_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            context_length=slots,
+            kv=self.kv,
+        )
+
+    @property
+    def sliding_slots(self) -> int:
+        """W', the slots of the rolling cache; 0 without sliding-window layers."""
+        return rolling_slots(self.config.sliding_window, self.block_size) if SLIDING in self.kinds else 0
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position: Tensor,
+        causal_mask: Tensor | None,
+        sliding_mask: Tensor | None = None,
+        key_cache: Tensor | None = None,
+        value_cache: Tensor | None = None,
+        sliding_key_cache: Tensor | None = None,
+        sliding_value_cache: Tensor | None = None,
+        *,
+        last_only: bool = False,
+        head: Head = "logits",
+        top_k: int = 1,
+    ) -> Any:
+        for cache, key, value in (
+            (self.cache, key_cache, value_cache),
+            (self.sliding_cache, sliding_key_cache, sliding_value_cache),
+        ):
+            if key is not None and value is not None:
+                cache.key, cache.value = key, value
+        length = input_ids.shape[1]
+        steps = self._steps(position, length, {FULL: causal_mask, SLIDING: sliding_mask})
+        x = self.model.embed_tokens(input_ids)
+        numbers = dict.fromkeys(steps, 0)
+        for layer in self.decoder_layers():
+            x = layer(x, steps[layer.kind], numbers[layer.kind])
+            numbers[layer.kind] += 1
+        rows = [part for step in steps.values() for part in step.cache.finish(step.position)]
+        if last_only and length > 1:
+            # By a split, not a slice from the end: a slice that begins late on the last axis is said to lose large values on M1.
+            x = x.split([length - 1, 1], dim=3)[1]
+        results = (*self._results(self.model.norm(x), head, top_k), *rows)
+        return results if len(results) > 1 else results[0]
+
+    def _results(self, x: Tensor, head: Head, top_k: int) -> tuple[Tensor, ...]:
+        if head == "argmax":
+            return (self.lm_head.argmax(x),)
+        return self.lm_head.top_k(x, top_k) if head == "top_k" else (self.lm_head(x),)
+
+    def _steps(self, position: Tensor, length: int, masks: Mapping[str, Tensor | None]) -> dict[str, Step]:
+        """What the layers of each kind share, done once for all of them."""
+        cos, sin = self.rotary(position, length)
+        steps = {}
+        for kind, cache in ((FULL, self.cache), (SLIDING, self.sliding_cache)):
+            if cache is None:
+                continue
+            mask = masks[kind]
+            if mask is None:
+                raise ValueError(f"{type(self).__name__} has {kind} layers and needs their mask")
+            slots = mask.shape[3] - (length if cache.two_parts else 0)
+            slot = position if kind == FULL else position % self.sliding_slots
+            step = Step(position=slot, mask=mask, cache=cache, cos=cos, sin=sin, slots=slots)
+            first = next(layer for layer in self.decoder_layers() if layer.kind == kind)
+            steps[kind] = first.self_attn.align(step)
+        return steps
+
+    def decoder_layers(self) -> list[Any]:
+        return list(self.model.layers)
 
     def fuse(self) -> None:
         """Joins projections that read the same input. Changes the weights' layout, not the result."""
-        raise NotImplementedError
+        for layer in self.decoder_layers():
+            layer.fuse()
 
     @classmethod
     def from_pretrained(
@@ -133,16 +278,106 @@ class CausalLM(nn.Module):
             raise ValueError(
                 f"dtype of the weights is {types.pop()}, kept for conversion; load with dtype=torch.float32 to run them"
             )
-        length = input_ids.shape[1]
-        mask = causal_mask(position, length, self.context_length)
-        logits: Tensor = self(input_ids, torch.tensor([position], dtype=torch.int32), mask, last_only=last_only)
+        pieces = []
+        for first, length in self.blocks(position, input_ids.shape[1]):
+            masks = self.masks(first, length)
+            tokens = input_ids[:, first - position : first - position + length]
+            pieces.append(self._call_in_torch(tokens, first, masks, last_only))
+        return pieces[-1] if last_only else torch.cat(pieces, dim=1)
+
+    def _call_in_torch(
+        self, tokens: Tensor, position: int, masks: tuple[Tensor | None, Tensor | None], last_only: bool
+    ) -> Tensor:
+        results = self(tokens, torch.tensor([position], dtype=torch.int32), *masks, last_only=last_only)
+        if self.kv != "read_only":
+            return results
+        logits, *rows = results
+        for cache, keys, values in zip(self.caches(), rows[0::2], rows[1::2], strict=True):
+            cache.store(keys, values, position % cache.context_length)
         return logits
+
+    def caches(self) -> list[KVCache]:
+        """The full-attention cache, then the rolling one; those that there are."""
+        return [cache for cache in (self.cache, self.sliding_cache) if cache is not None]
+
+    def blocks(self, position: int, length: int) -> list[tuple[int, int]]:
+        """How tokens are run: position and number of each call. All at once, unless a rolling cache bounds how many and where they begin.
+
+        Raises:
+            ValueError: if they do not fit the context.
+        """
+        if position < 0 or length < 1 or position + length > self.context_length:
+            raise ValueError(
+                f"{length} tokens at position {position} do not fit a context_length of {self.context_length}"
+            )
+        found = []
+        while length:
+            count = length
+            if SLIDING in self.kinds:
+                count = min(length, self.block_size, self.sliding_slots - position % self.sliding_slots)
+            found.append((position, count))
+            position, length = position + count, length - count
+        return found
+
+    def masks(self, position: int, length: int, *, slots: int | None = None) -> tuple[Tensor | None, Tensor | None]:
+        """The masks of a call: causal and sliding; None for a kind of layer that there is not.
+
+        Args:
+            position: of the first new token.
+            length: S.
+            slots: of the full-attention cache that are read; all by default.
+        """
+        parts = {"two_parts": self.kv != "in_place"}
+        full = causal_mask(position, length, slots or self.context_length, **parts) if FULL in self.kinds else None
+        if SLIDING not in self.kinds:
+            return full, None
+        window = self.config.sliding_window
+        return full, sliding_mask(position, length, window=window, slots=self.sliding_slots, **parts)
+
+    @torch.no_grad()
+    def whole(self, input_ids: Tensor) -> Tensor:
+        """Logits of whole sequences from their beginning, without a cache.
+
+        Shape:
+            - input_ids: int `[B, S]`
+            - output: `[B, S, V]`
+        """
+        with self.without_cache():
+            return self(input_ids, torch.zeros(1, dtype=torch.int32), *self.whole_masks(input_ids.shape[1]))
+
+    def whole_masks(self, length: int) -> tuple[Tensor | None, Tensor | None]:
+        """The masks of a sequence that begins at position 0 and is its own context."""
+        full = causal_mask(0, length, length) if FULL in self.kinds else None
+        if SLIDING not in self.kinds:
+            return full, None
+        window = min(self.config.sliding_window, length)
+        slots = length + window - 1  # none of them rolls
+        return full, sliding_mask(0, length, window=window, slots=slots)[..., :length]
+
+    @contextmanager
+    def without_cache(self) -> Iterator[None]:
+        """Attention reads the tokens of the call themselves, which must begin at position 0; several sequences may run at once."""
+        caches = {name: getattr(self, name) for name in ("cache", "sliding_cache")}
+        try:
+            for name, cache in caches.items():
+                if cache is not None:
+                    del self._modules[name]
+                    self.__dict__[name] = NoCache()
+            yield
+        finally:
+            for name, cache in caches.items():
+                self.__dict__.pop(name, None)
+                setattr(self, name, cache)
 
     def convert(
         self,
         path: str | Path,
         *,
-        prefill: int = 64,
+        prefill: int | Sequence[int] = 64,
+        contexts: Sequence[int] = (),
+        head: Head = "logits",
+        top_k: int = 8,
+        verify: int | None = None,
         all_logits: bool = False,
         compression: Compression | None = None,
         duplicate_tied: bool = False,
@@ -152,7 +387,11 @@ class CausalLM(nn.Module):
 
         Args:
             path: of the package; replaced only once the new one is complete and checked.
-            prefill: S, tokens in a prefill block.
+            prefill: S, tokens in a prefill block; several sizes give a function each.
+            contexts: further, shorter context lengths: functions that read only the first so many slots of the same cache.
+            head: `"argmax"` gives tokens in place of logits, `"top_k"` the most likely ones with their logits.
+            top_k: how many.
+            verify: S of a function `verify` that gives the most likely token of each position, to check several guessed tokens at once.
             all_logits: whether `prefill` returns every position's logits rather than the last one's.
             compression: how weights are stored: from `ane_layers.compression.compress`, which has changed this model's weights already, or
                 `Compression(plan)`, which compresses each when it is written.
@@ -169,6 +408,10 @@ class CausalLM(nn.Module):
             self,
             path,
             prefill=prefill,
+            contexts=contexts,
+            head=head,
+            top_k=top_k,
+            verify=verify,
             all_logits=all_logits,
             compression=compression,
             duplicate_tied=duplicate_tied,

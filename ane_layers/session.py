@@ -1,0 +1,314 @@
+"""A conversation with a package that this library wrote: which function takes which tokens, over one cache."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from ane_layers.interpreter import Finding, MLProgram, Mode
+from ane_layers.layers.masks import causal_mask, sliding_mask
+from ane_layers.program import Package
+
+CONFIG_KEY = "ane_layers.config"
+
+
+class Runtime(Protocol):
+    """What a session needs of a program; coremltools' `MLModel` has it too."""
+
+    def predict(self, data: dict[str, np.ndarray], state: Any = None) -> dict[str, np.ndarray]: ...
+
+    def make_state(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Logits:
+    """What a call returned for the positions `first … first + n - 1`.
+
+    Attributes:
+        first: position of the first row.
+        values: logits `[n, V]`; or of the tokens in `tokens` alone, `[n, k]`, the largest first.
+        tokens: ids `[n, k]` that the columns of `values` stand for; None if they stand for all tokens in order.
+    """
+
+    first: int
+    values: np.ndarray
+    tokens: np.ndarray | None = None
+
+    def token(self, row: int, column: int) -> int:
+        """The id that a column of a row stands for."""
+        return column if self.tokens is None else int(self.tokens[row, column])
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A function of the package: tokens a call, slots that it reads, what it gives."""
+
+    name: str
+    length: int
+    slots: int
+    last_only: bool
+    head: str
+
+
+class Session:
+    """A conversation with a package that `CausalLM.convert` wrote.
+
+    Of the functions for different context lengths, each call takes the shortest that holds it.
+
+    Args:
+        path: of the package.
+        mode: arithmetic of the interpreter (see `MLProgram`).
+        diagnose: let the interpreter collect `findings`.
+        compact: let the interpreter keep large constants in fp16 (see `MLProgram`).
+        runtime: makes the program of one function from path and name; the interpreter unless another is given, such as
+            `ane_layers.coreml.coreml_runtime` on a Mac.
+
+    Raises:
+        ValueError: if the package was not written by this library.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        mode: Mode = "fp32",
+        diagnose: bool = False,
+        compact: bool = False,
+        runtime: Callable[[str, str], Runtime] | None = None,
+    ) -> None:
+        package = Package.open(path)
+        self.config = read_metadata(package)
+        self.context_length: int = self.config["context_length"]
+        self.block: int = self.config["prefill"]
+        self.kv: str = self.config.get("kv", "in_place")
+        self.head: str = self.config.get("head", "logits")
+        self._window: int | None = self.config["model"].get("sliding_window")
+        self._sliding_slots: int = self.config.get("sliding_slots", 0)
+        self._plans = {name: _Plan(name, **plan) for name, plan in self.config["functions"].items()}
+        self._inputs = {name: {value.name: value for value in package.function(name).inputs} for name in self._plans}
+        make = runtime or (lambda file, name: MLProgram(file, name, mode, diagnose=diagnose, compact=compact))
+        self._make = lambda name: make(str(path), name)
+        self._programs: dict[str, Runtime] = {}
+        self._program("decode")  # what cannot be loaded is told now
+        self.reset()
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """Where numbers left fp16, by function; empty without `diagnose` or with another runtime."""
+        programs = sorted(self._programs.items(), key=lambda item: not item[0].startswith("prefill"))
+        return tuple(finding for _, program in programs for finding in getattr(program, "findings", ()))
+
+    @property
+    def verify_length(self) -> int:
+        """Tokens that `check_guesses` takes at once; 0 if the package has no function for it."""
+        return self._plans["verify"].length if "verify" in self._plans else 0
+
+    def reset(self) -> None:
+        """Forgets the conversation."""
+        self.position = 0
+        self._state: Any = None
+        self._caches: dict[str, np.ndarray] = {}
+        if self.kv == "read_only":
+            inputs = self._inputs["decode"]
+            self._caches = {
+                name: np.zeros(value.tensor_type.shape, np.float16)  # type: ignore[arg-type]
+                for name, value in inputs.items()
+                if name.endswith("Cache")
+            }
+        else:
+            self._state = self._program("decode").make_state()
+
+    def extend(self, tokens: Sequence[int], *, prefill: bool = True) -> list[Logits]:
+        """Runs further tokens: whole blocks through `prefill`, and the rest in a padded one but for the last token, which `decode` takes.
+
+        Padding writes rows behind the tokens, into slots that the mask hides and that later tokens overwrite. Where a whole block does
+        not fit before the end of the context or of a rolling cache, and for one or two tokens, `decode` does it all.
+
+        Args:
+            tokens: ids, at least one.
+            prefill: whether blocks are used at all.
+
+        Returns:
+            What the calls returned, in order: with every call at least the result for its last token.
+
+        Raises:
+            ValueError: if the tokens do not fit the context, before anything is run; the cache stays as it was.
+        """
+        self.check(tokens)
+        results = []
+        start = 0
+        while start < len(tokens):
+            left = len(tokens) - start
+            plan, count = self._next(left) if prefill else (None, 1)
+            if plan is None:
+                plan = self._shortest(1)
+            results_wanted = count == plan.length
+            result = self._call(plan, tokens[start : start + count])
+            if results_wanted:
+                results.append(result)
+            start += count
+        return results
+
+    def _next(self, left: int) -> tuple[_Plan | None, int]:
+        """The function for the next tokens, and how many it takes; None for one by `decode`."""
+        whole = self._shortest(left, prefill=True)
+        if whole is not None:
+            return whole, whole.length
+        # The last token goes through decode, which gives its result.
+        padded = self._padded(left - 1) if left > 2 else None
+        return (padded, left - 1) if padded is not None else (None, 1)
+
+    def _fits(self, plan: _Plan) -> bool:
+        straddles = self._sliding_slots and self.position % self._sliding_slots + plan.length > self._sliding_slots
+        return self.position + plan.length <= plan.slots and not straddles
+
+    def _shortest(self, most: int, *, prefill: bool = False) -> Any:
+        """The function with the longest block of at most `most` tokens, and of those the one that reads the fewest slots."""
+        kind = "prefill" if prefill else "decode"
+        able = [
+            plan
+            for name, plan in self._plans.items()
+            if name.startswith(kind) and plan.length <= most and self._fits(plan)
+        ]
+        return max(able, key=lambda plan: (plan.length, -plan.slots), default=None)
+
+    def _padded(self, tokens: int) -> _Plan | None:
+        able = [
+            plan
+            for name, plan in self._plans.items()
+            if name.startswith("prefill") and plan.length >= tokens and self._fits(plan)
+        ]
+        return min(able, key=lambda plan: (plan.length, plan.slots), default=None)
+
+    def check(self, tokens: Sequence[int]) -> None:
+        """Whether `extend` would take these tokens now.
+
+        Raises:
+            ValueError: there are none, they do not fit the context, or one is outside the vocabulary.
+        """
+        if not tokens:
+            raise ValueError("at least one token is needed")
+        if self.position + len(tokens) > self.context_length:
+            raise ValueError(
+                f"{len(tokens)} tokens at position {self.position} exceed the context of {self.context_length} slots"
+            )
+        vocabulary = self.config["model"]["vocab_size"]
+        for token in tokens:
+            if not 0 <= token < vocabulary:
+                raise ValueError(f"token {token} is outside the vocabulary 0 … {vocabulary - 1}")
+
+    def check_guesses(self, token: int, guesses: Sequence[int]) -> list[int] | None:
+        """Runs a token with guesses of what follows, in one call, and keeps the guesses that greedy decoding would have made.
+
+        Refused guesses leave rows behind the kept ones, in slots that are hidden and overwritten, as padding does.
+
+        Args:
+            token: that follows the conversation.
+            guesses: of the tokens after it, at most `verify_length - 1`; more are left out.
+
+        Returns:
+            What greedy decoding gives after `token`: the guesses that were right, and one token more, which has not been run. None if there is
+            no room for such a call.
+
+        Raises:
+            ValueError: the package has no function `verify`, or as `check`.
+        """
+        if "verify" not in self._plans:
+            raise ValueError("the package has no function verify; convert with verify=N (--verify N)")
+        plan = self._plans["verify"]
+        self.check([token])
+        if not self._fits(plan):
+            return None
+        tried = [token, *guesses[: plan.length - 1]]
+        self.check(tried)
+        position = self.position
+        result = self._call(plan, tried)
+        assert result.tokens is not None
+        found = [int(number) for number in result.tokens[:, 0]]
+        right = 0
+        while right < len(tried) - 1 and tried[right + 1] == found[right]:
+            right += 1
+        self.position = position + right + 1
+        return found[: right + 1]
+
+    def _program(self, name: str) -> Runtime:
+        if name not in self._programs:
+            self._programs[name] = self._make(name)
+        return self._programs[name]
+
+    def _call(self, plan: _Plan, tokens: Sequence[int]) -> Logits:
+        padding = plan.length - len(tokens)
+        known: dict[str, np.ndarray] = {
+            "inputIds": np.asarray([[*tokens, *[0] * padding]], dtype=np.int32),
+            "position": np.asarray([self.position], dtype=np.int32),
+            **self._masks(plan),
+            **self._caches,
+        }
+        inputs = {name: known[name] for name in self._inputs[plan.name]}
+        outputs = self._program(plan.name).predict(inputs, state=self._state)
+        for name, cache in self._caches.items():
+            rows = outputs[NEW_ROWS[name]]
+            slot = self.position % self._sliding_slots if name.startswith("sliding") else self.position
+            cache[:, :, slot : slot + len(tokens)] = rows[:, :, : len(tokens)]
+        self.position += len(tokens)
+        return self._result(plan, outputs, len(tokens))
+
+    def _masks(self, plan: _Plan) -> dict[str, np.ndarray]:
+        masks = {}
+        two_parts = self.kv != "in_place"
+        if "causalMask" in self._inputs[plan.name]:
+            masks["causalMask"] = causal_mask(self.position, plan.length, plan.slots, two_parts=two_parts)
+        if self._sliding_slots:
+            assert self._window is not None
+            masks["slidingMask"] = sliding_mask(
+                self.position, plan.length, window=self._window, slots=self._sliding_slots, two_parts=two_parts
+            )
+        return {name: mask.numpy().astype(np.float16) for name, mask in masks.items()}
+
+    def _result(self, plan: _Plan, outputs: dict[str, np.ndarray], count: int) -> Logits:
+        rows = slice(None) if plan.last_only else slice(count)
+        if plan.head == "argmax":
+            tokens = outputs["token"][0][rows, None]
+            values = np.zeros(tokens.shape, np.float32)
+        elif plan.head == "top_k":
+            tokens, values = outputs["topTokens"][0][rows], outputs["topLogits"][0][rows]
+        else:
+            tokens, values = None, outputs["logits"][0][rows]
+        return Logits(self.position - len(values), values, tokens)
+
+
+NEW_ROWS = {
+    "keyCache": "newKeys",
+    "valueCache": "newValues",
+    "slidingKeyCache": "newSlidingKeys",
+    "slidingValueCache": "newSlidingValues",
+}
+"""Outputs of a read-only function with the rows that belong into each cache."""
+
+
+def read_metadata(package: Package) -> dict[str, Any]:
+    """What `CausalLM.convert` noted in the package: model config, context, functions, modes.
+
+    Raises:
+        ValueError: if it is not there or damaged.
+    """
+    text = package.metadata.get(CONFIG_KEY)
+    if text is None:
+        raise ValueError(f"{package.path}: has no metadata {CONFIG_KEY}; was it written by ane_layers?")
+    try:
+        config: dict[str, Any] = json.loads(text)
+        slots, block, _ = config["context_length"], config["prefill"], config["model"]["vocab_size"]
+        if "functions" not in config:  # written by version 0.1.0
+            decode = {"length": 1, "slots": slots, "last_only": False, "head": "logits"}
+            more = {"length": block, "last_only": not config.get("all_logits", False)}
+            config["functions"] = {"decode": decode, "prefill": decode | more}
+        for plan in config["functions"].values():
+            _Plan("", **plan)
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{package.path}: metadata {CONFIG_KEY} is damaged: {error}") from error
+    return config
