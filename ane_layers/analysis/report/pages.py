@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, UndefinedError
 
 from ane_layers import __version__
 from ane_layers.analysis.report import cells
 from ane_layers.analysis.report.comparison_views import comparison_title, comparison_view
 from ane_layers.analysis.report.views import report_view
-from ane_layers.analysis.tables import times
+from ane_layers.analysis.tables import number, times
 from ane_layers.writing import write
 
 
@@ -44,15 +45,28 @@ def write_comparison(comparison: Mapping[str, Any], path: str | Path, *, title: 
 
 def report_html(analysis: Mapping[str, Any], *, title: str) -> str:
     """The page of `write_report`: the same text for the same analysis."""
-    return _rendered("report.html.jinja", report_view(analysis) | {"title": title})
+    if not isinstance(analysis.get("functions"), Mapping):
+        raise ValueError("a report takes what analyze returns, with functions by name")
+    with _complete("analyze"):
+        return _rendered("report.html.jinja", report_view(analysis) | {"title": title})
 
 
 def comparison_html(comparison: Mapping[str, Any], *, title: str | None = None) -> str:
     """The page of `write_comparison`."""
-    view = comparison_view(comparison)
-    return _rendered(
-        "comparison.html.jinja", view | {"title": comparison_title(comparison) if title is None else title}
-    )
+    if not {"a", "b"} <= set(comparison):
+        raise ValueError("a report of two packages takes what compare returns, with a and b")
+    with _complete("compare"):
+        name = comparison_title(comparison) if title is None else title
+        return _rendered("comparison.html.jinja", comparison_view(comparison) | {"title": name})
+
+
+@contextmanager
+def _complete(function: str) -> Iterator[None]:
+    """Says what a result lacks that another version wrote, or that was cut short."""
+    try:
+        yield
+    except (KeyError, UndefinedError) as error:
+        raise ValueError(f"not all that this version's {function} returns: {error}") from error
 
 
 def _rendered(template: str, view: Mapping[str, Any]) -> str:
@@ -75,6 +89,7 @@ def _environment() -> Environment:
         "binary": cells.binary_size,
         "exact": cells.exact_size,
         "figure": cells.figure,
+        "number": number,
         "share": cells.share,
         "ratio": cells.ratio,
         "source_links": cells.source_links,

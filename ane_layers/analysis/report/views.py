@@ -25,17 +25,11 @@ MATERIALISED = (("read", "read"), ("written", "written"))
 TRAFFIC_KEYS = (*SHARES, ("repetition", REPETITION))
 MATERIALISED_KEYS = tuple((kind, f"{name} by all operations") for kind, name in MATERIALISED)
 
-_LONGEST_LABEL = 32
+_LONGEST_LABEL, _LONGEST_LAYER = 32, 14
 
 
 def report_view(analysis: Json) -> dict[str, Any]:
-    """All that the template asks for but the title.
-
-    Raises:
-        ValueError: what is given is no result of `analyze`.
-    """
-    if not {"functions", "bandwidth", "chips"} <= set(analysis):
-        raise ValueError("write_report takes what analyze returns: functions, bandwidth and chips")
+    """All that the template asks for but the title."""
     functions = [
         function_view(index, name, function, analysis)
         for index, (name, function) in enumerate(analysis["functions"].items())
@@ -71,7 +65,7 @@ def function_view(index: int, name: str, function: Json, analysis: Json) -> dict
         "shares": shares(function["traffic"]),
         "bars": stacked_bars(accounts(function), id=f"{id}-bytes", title=f"{name}: where the bytes of a call go"),
         "layer_bars": row_bars(
-            [traffic_bar(row["layer"], row) for row in function["layers"]],
+            [traffic_bar(shortened(row["layer"], _LONGEST_LAYER), row) for row in function["layers"]],
             id=f"{id}-layers",
             title=f"{name}: bytes of a call by layer",
         ),
@@ -98,9 +92,9 @@ def unit(tokens_per_call: int | None) -> str:
     return "tok/s" if tokens_per_call == 1 else "calls/s"
 
 
-def shortened(name: str) -> str:
-    """A name that fits above a bar; the page has it in full elsewhere."""
-    return name if len(name) <= _LONGEST_LABEL else f"{name[: _LONGEST_LABEL - 1]}…"
+def shortened(name: str, longest: int = _LONGEST_LABEL) -> str:
+    """A name that fits at a bar; the page has it in full elsewhere."""
+    return name if len(name) <= longest else f"{name[: longest - 1]}…"
 
 
 def traffic_bar(label: str, traffic: Json) -> Bar:
