@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ane_layers import __version__, console
-from ane_layers.commands import compression, packages, text
+from ane_layers.commands import analysis, compression, packages, text
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -23,7 +23,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
         raise typer.Exit
 
 
-for _module in (packages, compression, text):
+for _module in (packages, analysis, compression, text):
     for _command in _module.COMMANDS:
         app.command()(_command)
 

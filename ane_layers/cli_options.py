@@ -31,6 +31,12 @@ class ModeOption(StrEnum):
     fp16_pessimistic = "fp16_pessimistic"
 
 
+class LevelOption(StrEnum):
+    error = "error"
+    warning = "warning"
+    info = "info"
+
+
 class MethodOption(StrEnum):
     kl = "kl"
     fisher = "fisher"

@@ -27,6 +27,11 @@ out = Console(highlight=False, soft_wrap=True)
 err = Console(file=sys.stderr, highlight=False, soft_wrap=True)
 
 
+def tables() -> Console:
+    """Standard output for tables: where it is no terminal, wide enough not to cut names."""
+    return out if out.is_terminal else Console(highlight=False, soft_wrap=True, width=160)
+
+
 def print_json(value: dict[str, Any]) -> None:
     """One JSON object on stdout. JSON has no infinity: an exact match, of infinite dB, is null."""
     print(json_text(value))

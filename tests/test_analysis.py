@@ -384,6 +384,9 @@ def test_analyze_has_what_inspect_and_the_contracts_say(fold: Package) -> None:
         assert function["tokens_per_call"] == (1 if name == "decode" else BLOCK)
         for finding in function["lint"]:
             assert {"rule", "severity", "message", "source"} <= set(finding)
+        # A write_state behind an update moves nothing.
+        assert function["copies"]["by_type"]["slice_update"]["count"] == function["state_writes"] == 2 * LAYERS
+        assert "write_state" not in function["copies"]["by_type"]
         states = [cache["name"] for cache in function["caches"]]
         assert states == ["keyCache", "valueCache"]
         assert all((cache["reads"], cache["writes"]) == (LAYERS, LAYERS) for cache in function["caches"])
@@ -456,6 +459,9 @@ def test_printed_tables_hold_the_figures(fold: Package, repeat: Package) -> None
     tiles = next(line.split() for line in decode if line.startswith("tile "))
     assert tiles == ["tile", "6", "12.00", "KiB", "72.00", "KiB", "0", "…", "2"]
     assert "48, as built" in text
+    # Tokens where a call is one token, calls where some take several.
+    assert "tokens/s at 55,900" in printed(print_analysis, analyze(repeat, "decode"))
+    assert "calls/s at 55,900" in text
     short = printed(print_analysis, analyze(fold))
     assert "decode: repeated data: none" in short
     assert "largest results" not in short

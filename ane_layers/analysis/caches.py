@@ -72,8 +72,8 @@ class Caches:
     weighted sum) without arithmetic on the way, and has a cache's name (`past_key_values`, `k_cache_0` …) or, in a function without
     states, is joined or updated with other values before that.
 
-    An output is a cache or new rows for one if two of three hold: what it holds becomes such an operand
-    too; it has a cache's name; an input is a cache.
+    An output is a cache or new rows for one if two of three hold: what it holds becomes such an operand too; it has a cache's name;
+    an input is a cache.
 
     Attributes:
         sources: states and inputs that are caches.

@@ -39,6 +39,8 @@ def print_analysis(result: Mapping[str, Any], console: Console, *, details: bool
 
 def print_cost(result: Mapping[str, Any], console: Console) -> None:
     """Both accountings and the prediction, a column for each function."""
+    functions: Mapping[str, Function] = result["functions"]
+    speed = _speed(*functions.values())
     rows: list[tuple[str, Cell]] = [
         ("compute operations", lambda f: number(f["operations"]["compute"])),
         ("weights", lambda f: decimal(f["traffic"]["weights"])),
@@ -47,12 +49,11 @@ def print_cost(result: Mapping[str, Any], console: Console) -> None:
         ("repeated data, written and read", lambda f: decimal(times(f["traffic"]["repetition"], 2))),
         ("total", lambda f: decimal(f["traffic"]["total"])),
         ("tokens a call", lambda f: number(f["tokens_per_call"])),
-        (f"calls/s at {number(result['bandwidth'])} MB/s", lambda f: number(f["tokens_per_second"])),
-        *((f"calls/s at {number(speed)} MB/s, {chip}", _chip(chip)) for chip, speed in result["chips"].items()),
+        (f"{speed} at {number(result['bandwidth'])} MB/s", lambda f: number(f["tokens_per_second"])),
+        *((f"{speed} at {number(mb_s)} MB/s, {chip}", _chip(chip)) for chip, mb_s in result["chips"].items()),
         ("read by all operations", lambda f: decimal(f["materialised"]["read"])),
         ("written by all operations", lambda f: decimal(f["materialised"]["written"])),
     ]
-    functions: Mapping[str, Function] = result["functions"]
     cells = [(label, *(cell(function) for function in functions.values())) for label, cell in rows]
     console.print(table(("cost of a call", *functions), cells))
     if any((function["tokens_per_call"] or 1) > 1 for function in functions.values()):
@@ -154,7 +155,7 @@ def print_contexts(name: str, function: Function, console: Console) -> None:
         for row in function["contexts"]
     ]
     print_heading(console, f"{name}: by context length")
-    console.print(table(("slots", "cache read", "repeated, written and read", "total", "calls/s"), rows))
+    console.print(table(("slots", "cache read", "repeated, written and read", "total", _speed(function)), rows))
 
 
 def print_lint(name: str, function: Function, console: Console) -> None:
@@ -187,6 +188,11 @@ def print_notes(name: str, function: Function, console: Console) -> None:
 def print_heading(console: Console, text: str) -> None:
     console.print()
     console.print(text, style="bold", markup=False)
+
+
+def _speed(*functions: Function) -> str:
+    """What a speed counts: for functions of one token a call, tokens."""
+    return "tokens/s" if all(function["tokens_per_call"] == 1 for function in functions) else "calls/s"
 
 
 def _chip(name: str) -> Cell:

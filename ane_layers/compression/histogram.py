@@ -29,26 +29,29 @@ def histogram(
     Raises:
         ValueError: if a value is not finite.
     """
-    totals = np.zeros(_CODES)
-    if importance is None:
-        for _, codes in _chunks(row):
-            totals += np.bincount(codes, minlength=_CODES)
-    else:
-        for codes, weights in _tiles(row.view(np.uint16), importance):
-            totals += np.bincount(codes, weights, minlength=_CODES)
-    occurring = totals != 0
+    counts = (
+        (np.bincount(codes, minlength=_CODES) for _, codes in _chunks(row))
+        if importance is None
+        else (np.bincount(codes, weights, _CODES) for codes, weights in _tiles(row.view(np.uint16), importance))
+    )
+    totals = next(counts)
+    for part in counts:
+        totals += part
+    totals[0] += totals[_SIGN]
+    totals[_SIGN] = 0
+    weighing = totals != 0
+    occurring = weighing
     if importance is not None and not importance.all():
+        occurring = weighing.copy()
         for _, codes in _chunks(row):
             occurring[codes] = True
     if occurring[_INFINITY:_SIGN].any() or occurring[_SIGN + _INFINITY :].any():
         raise ValueError("holds NaN or an infinity")
-    totals[0] += totals[_SIGN]
-    totals[_SIGN] = 0
-    found = np.flatnonzero(totals != 0)
+    found = np.flatnonzero(weighing)
     negative = int(found.searchsorted(_SIGN))
     # Codes of negative numbers ascend as the numbers descend.
     order = np.concatenate((found[negative:][::-1], found[:negative]))
-    return order.astype(np.uint16).view(np.float16).astype(np.float64), totals[order]
+    return order.astype(np.uint16).view(np.float16).astype(np.float64), totals[order].astype(np.float64)
 
 
 def nearest_entries(row: NDArray[np.float16], table: NDArray[np.float64], out: NDArray[np.uint8]) -> None:

@@ -1,10 +1,10 @@
-"""The best lookup table for a weighted set of numbers: k-means in one dimension, with a table in fp16.
+"""The best lookup table for weighted numbers: k-means in one dimension, with the table in fp16.
 
-In one dimension the clusters of an optimum are runs of neighbours in the sorted values, so that a clustering is a row of borders and a
-cluster's cost follows from prefix sums. The exact dynamic program over all borders takes time in proportion to `k·n`; this one looks only at
-a window of candidates around each border, all borders at once, first on a coarse grid and then on finer ones. Its moves reach far: one
-step can shift every border between two places, and so take an entry away here and add it there. Lloyd's algorithm, which moves a border only
-by what its two neighbours say, ends up to several times above the optimum on heavy tails.
+In one dimension the clusters of an optimum are runs of neighbours in the sorted values, so that a clustering is a row of borders, and
+a cluster's error follows from prefix sums. The exact dynamic program over all places for all borders takes time in proportion to k·n.
+This one looks at a window of candidates around each border, all borders at once, on a coarse grid first and then on finer ones. Its
+moves reach far: one step can shift every border between two places, and so take an entry away here and add it there. Lloyd's algorithm,
+which moves a border only by what its two neighbours say, ends up to several times above the optimum on heavy tails.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
@@ -23,7 +24,7 @@ _OWN_BORDER = 3 ** (-1 / 3)
 _TINY = 1e-300
 _LARGEST = float(np.finfo(np.float16).max)
 _LLOYD_ROUNDS = 8
-_BLOCK = 1 << 16  # window cells at a time: a few arrays of this many float64 stay in a core's cache
+_BLOCK = 1 << 14  # window cells at a time: a few arrays of this many float64 stay in a core's cache
 
 
 class _Level(NamedTuple):
@@ -35,13 +36,14 @@ class _Level(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Sums of the weights and of weight times value, before each position; from the middle outwards, so that no small sum passes an outlier's.
+    """What the error of any run of values follows from.
 
     Attributes:
-        prefix: float64 [2, n + 1]; zero at the middle position.
-        origin: the value at the middle, subtracted from all values.
-        spread: weighted squared distance of all values to the origin.
-        floor: a weight that no value's weight is near; added where one is divided by, since a cluster may be empty.
+        prefix: float64 [3, n + 1], the sums of weight, weight times value and weight times squared value before each place. They count from
+            the middle outwards, zero there: the small ones around the middle do not pass through an outlier's large ones.
+        origin: the value in the middle, subtracted from all values beforehand.
+        values, weights: float64 [n], as they came.
+        floor: a weight next to nothing, for division by the weight of a cluster, which may be empty.
     """
 
     prefix: Floats
@@ -60,7 +62,7 @@ class _Sums(NamedTuple):
 
 
 def best_table(values: Floats, weights: Floats, size: int) -> Floats:
-    """The lookup table of `size` entries that makes the weighted squared error of `values` small, close to the smallest possible.
+    """A table of `size` entries whose weighted squared error is close to the smallest possible.
 
     Args:
         values: float64 [n], ascending, without repetition, all of them fp16 numbers.
@@ -74,22 +76,25 @@ def best_table(values: Floats, weights: Floats, size: int) -> Floats:
     sums = _sums(values, weights)
     borders, measure = _companded(values, weights, size)
     for level in _levels(size):
-        borders = _search(sums, borders, measure, level)
+        borders, everything = _search(sums, borders, measure, level)
+        if everything:
+            break
     borders, _ = _lloyd(values, sums, borders, rounded=False)
-    # The table is stored in fp16, so the last search counts every entry's rounding.
+    # With few values to a cluster, the rounding of the entries has a say in where the borders belong.
     near = np.clip(borders[:, None] + np.arange(-8, 9), 1, count - 1)
     borders, _ = _best_in_windows(sums, borders, near, rounded=True)
-    borders = _spread_out(borders, count)
-    _, table = _lloyd(values, sums, borders, rounded=True)
+    _, table = _lloyd(values, sums, _spread_out(borders, count), rounded=True)
     nearest = np.concatenate(([0], values.searchsorted((table[1:] + table[:-1]) / 2, side="right"), [count]))
     return table[np.diff(nearest) > 0]
 
 
 def _levels(size: int) -> tuple[_Level, ...]:
-    """Windows of at least a cell to either side find the cells' numbers in dense and sparse parts, narrow ones only the last digits."""
-    if size <= 16:
-        return (_Level(384 // size, 640 // size, 4), _Level(1024 // size, 24, 2))
-    return (_Level(4, 24, 12), _Level(24, 32, 6), _Level(64, 12, 2))
+    """Windows of over a cell to either side settle how many cells go where; narrow ones, the last digits."""
+    if size < 16:
+        return (_Level(16, 32, 6), _Level(64, 24, 2))
+    if size == 16:
+        return (_Level(12, 20, 8), _Level(32, 20, 3))
+    return (_Level(4, 16, 16), _Level(16, 20, 6), _Level(48, 12, 2))
 
 
 def _sums(values: Floats, weights: Floats) -> _Sums:
@@ -105,16 +110,17 @@ def _sums(values: Floats, weights: Floats) -> _Sums:
 
 
 def _spread_out(borders: Indices, count: int) -> Indices:
-    """Borders moved apart until every cluster has a value. It costs nothing: a value taken out of a cluster lowers that cluster's error."""
+    """Borders moved apart until no cluster is empty: a value taken out of a cluster does not raise that cluster's error."""
     steps = np.arange(1, len(borders) + 1)
     apart = np.maximum.accumulate(np.maximum(np.sort(borders) - steps, 0)) + steps
     return np.minimum(apart, count - len(borders) - 1 + steps)
 
 
 def _companded(values: Floats, weights: Floats, size: int) -> tuple[Indices, Floats]:
-    """A first guess, and the measure in which good borders are about evenly spaced: the cube root of the density, integrated.
+    """A first guess, and the measure in which good borders are about evenly spaced: the integral of the density's cube root.
 
-    (Panter and Dite 1951.) Where values are so sparse that neighbours deserve entries of their own, a gap counts as one cell, however wide.
+    That is Panter and Dite's rule (1951) for many entries in a smooth density. Where values are so sparse that neighbours deserve entries
+    of their own, a gap counts as one cell, however wide.
 
     Returns:
         `size - 1` borders; the measure before each value, float64 [n], in cells.
@@ -137,22 +143,28 @@ def _companded(values: Floats, weights: Floats, size: int) -> tuple[Indices, Flo
     return _spread_out(borders, len(values)), measure
 
 
-def _search(sums: _Sums, borders: Indices, measure: Floats, level: _Level) -> Indices:
-    """Better borders among those that are evenly spaced in the measure, until a round no longer moves them far."""
+def _search(sums: _Sums, borders: Indices, measure: Floats, level: _Level) -> tuple[Indices, bool]:
+    """Better borders among those that are evenly spaced in the measure, until a round no longer moves them far.
+
+    Returns:
+        The borders; whether every place was on the grid.
+    """
     count = len(measure)
     parts = np.arange(level.per_cell * (len(borders) + 1)) / level.per_cell
     for _ in range(level.rounds):
         edges = np.concatenate(([0], borders, [count - 1]))
         fine = measure.searchsorted(np.interp(parts, np.arange(len(edges)), measure[edges]))
-        grid = np.unique(np.concatenate((fine, borders, [count])))
+        grid = np.sort(np.concatenate((fine, borders, [count])))
+        grid = grid[np.diff(grid, prepend=-1) > 0]
         place = grid.searchsorted(borders)
         window = np.clip(place[:, None] + np.arange(-level.reach, level.reach + 1), 1, len(grid) - 2)
         chosen, saved = _best_in_windows(sums, borders, grid[window], rounded=False)
         far = np.abs(grid.searchsorted(chosen) - place).max()
         borders = _spread_out(chosen, count)
-        if far < level.reach or saved < 1e-3 * sums.error(borders):
+        # A border that moved far had only a coarse grid where it went, and may have been held up by its window.
+        if 2 * far < level.reach or saved < 1e-3 * sums.error(borders):
             break
-    return borders
+    return borders, len(grid) > count
 
 
 def _best_in_windows(sums: _Sums, borders: Indices, window: Indices, *, rounded: bool) -> tuple[Indices, float]:
@@ -164,13 +176,13 @@ def _best_in_windows(sums: _Sums, borders: Indices, window: Indices, *, rounded:
         rounded: count the rounding of the entries to fp16.
 
     Returns:
-        The chosen borders, of which neighbours may coincide; how much they save, as a part of the present error.
+        The chosen borders, of which neighbours may coincide; by how much they lower the error.
     """
     count, width = window.shape
     left, right = sums.prefix[:, :1], sums.prefix[:, -1:]
     at = sums.prefix[:, window]
     best = _error(sums, left, at[:, 0], rounded=rounded)
-    rows = np.arange(width)
+    rows = np.arange(0, width * width, width)
     came_from = np.empty((count, width), np.intp)
     block = max(1, _BLOCK // width**2)
     for start in range(1, count, block):
@@ -178,13 +190,13 @@ def _best_in_windows(sums: _Sums, borders: Indices, window: Indices, *, rounded:
         errors = _error(sums, at[:, start - 1 : stop - 1, None, :], at[:, start:stop, :, None], rounded=rounded)
         for border, error in enumerate(errors, start):
             error += best
-            error.argmin(axis=1, out=came_from[border])
-            best = error[rows, came_from[border]]
+            places = np.add(error.argmin(axis=1), rows, out=came_from[border])
+            best = error.take(places)
     best = best + _error(sums, at[:, -1], right, rounded=rounded)
     choice = np.empty(count, np.intp)
     choice[-1] = best.argmin()
     for border in range(count - 1, 0, -1):
-        choice[border - 1] = came_from[border, choice[border]]
+        choice[border - 1] = came_from[border, choice[border]] % width
     edges = np.concatenate((left, sums.prefix[:, borders], right), axis=1)
     saved = float(_error(sums, edges[:, :-1], edges[:, 1:], rounded=rounded).sum() - best.min())
     return window[np.arange(count), choice], saved
@@ -238,4 +250,5 @@ def _lloyd(values: Floats, sums: _Sums, borders: Indices, *, rounded: bool) -> t
 
 
 def _to_fp16(values: Floats) -> Floats:
-    return np.clip(values, -_LARGEST, _LARGEST).astype(np.float16).astype(np.float64)
+    # torch, since numpy converts several times as slowly.
+    return torch.from_numpy(np.clip(values, -_LARGEST, _LARGEST)).half().double().numpy()

@@ -19,6 +19,15 @@ _TOP, _OTHER = "#b5482a", "#9aa5b1"
 FORMATS = (".png", ".svg")
 
 
+def check_picture(path: str | Path) -> None:
+    """Whether a picture can be written there, before an hour is spent on what it shows. Raises `ValueError`."""
+    path = Path(path)
+    if path.suffix not in FORMATS:
+        raise ValueError(f"{path}: a picture's name must end in {' or '.join(FORMATS)}")
+    if not path.parent.is_dir():
+        raise ValueError(f"{path.parent}: is no folder, so {path.name} cannot be written there")
+
+
 def plot_ranking(ranking: Ranking, path: str | Path, *, top: int | None = None) -> None:
     """Draws harm by layer, the most harmed ones in colour with their rank, and beneath it harm by module within each layer.
 

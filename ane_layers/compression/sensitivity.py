@@ -242,6 +242,15 @@ def write_ranking(ranking: Ranking, path: str | Path, *, journal: str | Path | N
         Path(journal).unlink(missing_ok=True)
 
 
+def check_output(output: str | Path) -> None:
+    """Whether a ranking can be written there, before an hour is spent on it. Raises `ValueError`."""
+    output = Path(output)
+    if not output.parent.is_dir():
+        raise ValueError(f"{output.parent}: is no folder, so {output.name} cannot be written there")
+    if output.is_dir():
+        raise ValueError(f"{output}: is a folder; name a file")
+
+
 def journal_path(output: str | Path) -> Path:
     """Where the journal of a ranking that will be written to `output` lies."""
     output = Path(output)
