@@ -144,46 +144,33 @@ class Session:
         start = 0
         while start < len(tokens):
             left = len(tokens) - start
-            plan, count = self._next(left) if prefill else (None, 1)
-            if plan is None:
-                plan = self._shortest(1)
-            results_wanted = count == plan.length
+            plan, count = self._next(left) if prefill else (self._decode(), 1)
             result = self._call(plan, tokens[start : start + count])
-            if results_wanted:
+            if count == plan.length:  # what a padded block gives is of its padding
                 results.append(result)
             start += count
         return results
 
-    def _next(self, left: int) -> tuple[_Plan | None, int]:
-        """The function for the next tokens, and how many it takes; None for one by `decode`."""
-        whole = self._shortest(left, prefill=True)
-        if whole is not None:
-            return whole, whole.length
-        # The last token goes through decode, which gives its result.
-        padded = self._padded(left - 1) if left > 2 else None
-        return (padded, left - 1) if padded is not None else (None, 1)
+    def _next(self, left: int) -> tuple[_Plan, int]:
+        """The function for the next tokens, and how many it takes: the longest whole block, or a padded one for all but the last token,
+        whose result `decode` gives."""
+        blocks = [plan for plan in self._plans.values() if plan.name.startswith("prefill") and self._fits(plan)]
+        if whole := [plan for plan in blocks if plan.length <= left]:
+            plan = max(whole, key=lambda plan: (plan.length, -plan.slots))
+            return plan, plan.length
+        padded = [plan for plan in blocks if plan.length >= left - 1]
+        if left > 2 and padded:
+            return min(padded, key=lambda plan: (plan.length, plan.slots)), left - 1
+        return self._decode(), 1
+
+    def _decode(self) -> _Plan:
+        able = [plan for plan in self._plans.values() if plan.name.startswith("decode") and self._fits(plan)]
+        return min(able, key=lambda plan: plan.slots)
 
     def _fits(self, plan: _Plan) -> bool:
+        """Whether a call now stays within what it reads, and on one side of a rolling cache's end."""
         straddles = self._sliding_slots and self.position % self._sliding_slots + plan.length > self._sliding_slots
         return self.position + plan.length <= plan.slots and not straddles
-
-    def _shortest(self, most: int, *, prefill: bool = False) -> Any:
-        """The function with the longest block of at most `most` tokens, and of those the one that reads the fewest slots."""
-        kind = "prefill" if prefill else "decode"
-        able = [
-            plan
-            for name, plan in self._plans.items()
-            if name.startswith(kind) and plan.length <= most and self._fits(plan)
-        ]
-        return max(able, key=lambda plan: (plan.length, -plan.slots), default=None)
-
-    def _padded(self, tokens: int) -> _Plan | None:
-        able = [
-            plan
-            for name, plan in self._plans.items()
-            if name.startswith("prefill") and plan.length >= tokens and self._fits(plan)
-        ]
-        return min(able, key=lambda plan: (plan.length, plan.slots), default=None)
 
     def check(self, tokens: Sequence[int]) -> None:
         """Whether `extend` would take these tokens now.
@@ -212,8 +199,8 @@ class Session:
             guesses: of the tokens after it, at most `verify_length - 1`; more are left out.
 
         Returns:
-            What greedy decoding gives after `token`: the guesses that were right, and one token more, which has not been run. None if there is
-            no room for such a call.
+            What greedy decoding gives after `token`: the guesses that were right, and one token more, which has not been run. None if
+            there is no room for such a call.
 
         Raises:
             ValueError: the package has no function `verify`, or as `check`.

@@ -103,8 +103,8 @@ def verify(
 
     Half of the sequence, in whole blocks, goes through `prefill`, the rest through `decode`. Where `prefill` returns its last
     position alone, the others' logits come from a second run, through `decode` only: every position is compared. The reference is
-    one forward pass over the whole sequence in fp32, with the projections as the checkpoint has them: another path through the
-    code than the one that was converted.
+    one forward pass over the whole sequence in fp32, without a cache and with the projections as the checkpoint has them: another path
+    through the code than the one that was converted.
 
     Args:
         package: written by `CausalLM.convert`.
@@ -124,6 +124,8 @@ def verify(
     session = Session(package, mode=mode, diagnose=True)
     ids = _token_ids(tokens, folder, session, seed)
     session.check(ids)
+    if session.head != "logits":
+        raise ValueError(f"{package}: head is {session.head!r}; a verification needs one that gives logits")
     say("running the reference")
     model = from_folder(folder, context_length=len(ids), fuse=False)
     for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
@@ -131,7 +133,7 @@ def verify(
             raise ValueError(
                 f"{package}: field {name} is {session.config['model'][name]}, {folder} has {getattr(model.config, name)}"
             )
-    reference = model.extend(torch.tensor([ids]))[0]
+    reference = model.whole(torch.tensor([ids]))[0]
     del model
     # At least one block, if need be a padded one.
     split = max(1, len(ids) // 2 // session.block) * session.block if len(ids) >= session.block else len(ids) - 1

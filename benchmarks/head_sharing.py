@@ -76,7 +76,7 @@ def write_package(geometry: Geometry, way: str, folder: Path, *, seed: int = 0) 
         functions=functions,
         states=STATES,
         metadata={"ane_layers.head_sharing": json.dumps(note)},
-        expectations=Expectations(state_writes=geometry.layers, tile=way == "repeat_kv"),
+        expectations=Expectations(state_writes=dict.fromkeys(STATES, geometry.layers), tile=way == "repeat_kv"),
     )
 
 

@@ -241,9 +241,8 @@ def test_fisher_terms_match_finite_differences(folder: Path, tokens: Tensor) -> 
 
         def log_probability(step: float, batch: Tensor = batch, labels: Tensor = labels) -> Tensor:
             double.get_parameter(f"{path}.weight").data = weight.double() + step * change
-            with replay.without_cache(double), torch.no_grad():
-                length = batch.shape[1]
-                mask = replay.causal_mask(0, length, length, dtype=torch.float64)
+            with double.without_cache(), torch.no_grad():
+                mask = double.whole_masks(batch.shape[1])[0].double()
                 found = double(batch, torch.zeros(1, dtype=torch.int32), mask).log_softmax(-1)
             return found.expand(2, -1, -1, -1).gather(3, labels[..., None])[..., 0].sum(2)
 

@@ -172,7 +172,7 @@ def test_wrong_number_of_writes_is_refused(tmp_path: Path) -> None:
             tmp_path / "m.mlpackage",
             example_inputs=CACHED_INPUTS,
             states=CACHED_STATES,
-            expectations=Expectations(state_writes=2),
+            expectations=Expectations(state_writes={"keyCache": 2, "valueCache": 2}),
         )
     assert list(tmp_path.iterdir()) == []
 

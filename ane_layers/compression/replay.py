@@ -11,27 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ane_layers.compression.units import units
-from ane_layers.layers import KVCache, causal_mask
 from ane_layers.models.base import CausalLM
 
 BATCH_TOKENS = 512
 """Tokens that run at a time: enough to keep a processor's matrix products busy, few enough that their logits fit in memory."""
-
-
-@contextlib.contextmanager
-def without_cache(model: nn.Module) -> Iterator[None]:
-    """Lets attention read the keys and values of the tokens themselves, for windows that begin at position 0.
-
-    The result is the same; but several windows go at once, and no layer writes over what another's gradient still needs.
-    """
-    caches = [module for module in model.modules() if isinstance(module, KVCache)]
-    for cache in caches:
-        cache.__dict__["update"] = lambda layer, key, value, position: (key, value)
-    try:
-        yield
-    finally:
-        for cache in caches:
-            del cache.__dict__["update"]
 
 
 def run_windows(model: CausalLM, tokens: Tensor) -> Tensor:
@@ -47,9 +30,8 @@ def run_windows(model: CausalLM, tokens: Tensor) -> Tensor:
     types = {parameter.dtype for parameter in model.parameters()} - {torch.float32}
     if types:
         raise ValueError(f"dtype of the weights is {types.pop()}; load with dtype=torch.float32 to run them")
-    length = tokens.shape[1]
-    with without_cache(model):
-        logits: Tensor = model(tokens, torch.zeros(1, dtype=torch.int32), causal_mask(0, length, length))
+    with model.without_cache():
+        logits: Tensor = model(tokens, torch.zeros(1, dtype=torch.int32), *model.whole_masks(tokens.shape[1]))
     return logits
 
 
@@ -174,8 +156,7 @@ class Replay:
     def run_layer(self, batch: int, layer: int, x: Tensor) -> Tensor:
         """What one layer makes of `x`, called as it was."""
         call = self.calls[batch][layer]
-        with without_cache(self.model):
-            result: Tensor = self.layers[layer](x, *call.args, **call.kwargs)
+        result: Tensor = self.layers[layer](x, *call.args, **call.kwargs)
         return result
 
     def embedded(self, batch: int) -> Tensor:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ane_layers.layers import GroupedQueryAttention
+from ane_layers.layers import Context, FoldedAttention, GroupedQueryAttention
 
 
 class TorchAttention(GroupedQueryAttention):
@@ -21,9 +21,25 @@ class TorchAttention(GroupedQueryAttention):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=self.scale, enable_gqa=True)
 
 
+class TorchFoldedAttention(FoldedAttention):
+    """`FoldedAttention` by `scaled_dot_product_attention`; the same arguments and shapes."""
+
+    def forward(self, query: Tensor, context: Context, mask: Tensor) -> Tensor:
+        key, value = context.joined()
+        heads = F.scaled_dot_product_attention(query.transpose(2, 3), key, value, attn_mask=mask, scale=1.0)
+        return heads.transpose(2, 3)
+
+
+def _by_torch(attention: GroupedQueryAttention | FoldedAttention) -> nn.Module:
+    heads, kv_heads, size = attention.num_attention_heads, attention.num_key_value_heads, attention.head_dim
+    if isinstance(attention, FoldedAttention):
+        return TorchFoldedAttention(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=size)
+    return TorchAttention(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=size, scale=attention.scale)
+
+
 @contextmanager
 def torch_attention(model: nn.Module) -> Iterator[None]:
-    """Lets a model attend by `TorchAttention` for a while; weights and everything else stay as they are.
+    """Lets a model attend by torch's kernel for a while; weights and everything else stay as they are.
 
     The layers' own form, which an engine wants, is slow here: torch's `exp` takes ten times as long where its result is too small for fp32,
     as it is for every masked slot, half of a window.
@@ -33,15 +49,10 @@ def torch_attention(model: nn.Module) -> Iterator[None]:
         for parent in model.modules()
         for name, child in parent.named_children()
         if isinstance(child, GroupedQueryAttention)
+        or (isinstance(child, FoldedAttention) and child.head_sharing == "fold")
     ]
     for parent, name, child in plain:
-        by_torch = TorchAttention(
-            num_attention_heads=child.num_attention_heads,
-            num_key_value_heads=child.num_key_value_heads,
-            head_dim=child.head_dim,
-            scale=child.scale,
-        )
-        setattr(parent, name, by_torch)
+        setattr(parent, name, _by_torch(child))
     try:
         yield
     finally:

@@ -84,7 +84,7 @@ def model_logits(model: CausalLM, parts: Sequence[Window]) -> Logits:
     def logits(number: int) -> Tensor:
         window = parts[number]
         with torch_attention(model):
-            return model.extend(torch.tensor([window.tokens]))[0, window.first :]
+            return model.whole(torch.tensor([window.tokens]))[0, window.first :]
 
     return logits
 

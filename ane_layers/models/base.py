@@ -51,8 +51,8 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """A decoder with KV caches. A family sets `config_class` and writes `decoder_layer`.
 
-    A layer has `kind` (`"full_attention"` or `"sliding_attention"`), `self_attn` with `align(step)`, `fuse()` and `forward(x, step, number)`,
-    where `number` counts the layers of its kind.
+    A layer has `kind` (`"full_attention"` or `"sliding_attention"`), `self_attn` with `align(step)`, `fuse()` and
+    `forward(x, step, number)`, where `number` counts the layers of its kind.
 
     Args:
         config: the family's config.
@@ -65,8 +65,8 @@ class CausalLM(nn.Module):
     Shape:
         - input_ids: int `[B, S]`
         - position: int32 `[1]`, position of the first of the S tokens
-        - causal_mask: `[1, 1, S, T]`, see `causal_mask`; `[1, 1, S, T + S]` unless `kv` is `"in_place"`. With fewer than all slots, attention
-          reads only these, the first ones.
+        - causal_mask: `[1, 1, S, T]`, see `causal_mask`; `[1, 1, S, T + S]` unless `kv` is `"in_place"`. With fewer than all slots,
+          attention reads only these, the first ones.
         - sliding_mask: `[1, 1, S, W']` or `[1, 1, S, W' + S]`, see `sliding_mask`; for models with sliding-window layers
         - output: logits `[B, S, V]`, or `[B, 1, V]` of the last position with `last_only`; with `head="argmax"` tokens `[B, S]`, with
           `head="top_k"` tokens and logits `[B, S, k]`; read-only, then new keys and values of each cache
@@ -151,7 +151,7 @@ class CausalLM(nn.Module):
             (self.cache, key_cache, value_cache),
             (self.sliding_cache, sliding_key_cache, sliding_value_cache),
         ):
-            if key is not None and value is not None:
+            if cache is not None and key is not None and value is not None:
                 cache.key, cache.value = key, value
         length = input_ids.shape[1]
         steps = self._steps(position, length, {FULL: causal_mask, SLIDING: sliding_mask})
@@ -327,12 +327,14 @@ class CausalLM(nn.Module):
             length: S.
             slots: of the full-attention cache that are read; all by default.
         """
-        parts = {"two_parts": self.kv != "in_place"}
-        full = causal_mask(position, length, slots or self.context_length, **parts) if FULL in self.kinds else None
+        two_parts = self.kv != "in_place"
+        full = None
+        if FULL in self.kinds:
+            full = causal_mask(position, length, slots or self.context_length, two_parts=two_parts)
         if SLIDING not in self.kinds:
             return full, None
-        window = self.config.sliding_window
-        return full, sliding_mask(position, length, window=window, slots=self.sliding_slots, **parts)
+        window, rolling = self.config.sliding_window, self.sliding_slots
+        return full, sliding_mask(position, length, window=window, slots=rolling, two_parts=two_parts)
 
     @torch.no_grad()
     def whole(self, input_ids: Tensor) -> Tensor:
