@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
+import io
 import json
+import signal
+import sys
 import tomllib
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from ane_layers import bundled_checkpoint, cli
+from ane_layers import bundled_checkpoint, cli, console
 
 MODEL = str(bundled_checkpoint())
 Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Exit status, stdout and stderr of a command in this process."""
 
     def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["ane-layers", *map(str, arguments)])
+        errors = io.StringIO()
+        monkeypatch.setattr(console, "err", Console(file=errors, soft_wrap=True))
+        monkeypatch.setattr(sys, "argv", ["ane-layers", *map(str, arguments)])
+        monkeypatch.setattr(signal, "signal", lambda *_: None)
         status = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            status = int(end.code or 0)
-        captured = capfd.readouterr()
-        return status, captured.out, captured.err
+        with warnings.catch_warnings():
+            try:
+                cli.main()
+            except SystemExit as end:
+                status = int(end.code or 0)
+        return status, capsys.readouterr().out, errors.getvalue()
 
     return call
 
@@ -234,6 +242,7 @@ def test_mistakes_about_analysis_are_one_line(run: Run, packages: dict[str, Path
     assert "--bandwidth is 'fast'" in error(run("analyze", packages["fold"], "--bandwidth", "fast"))
     assert "each needs a name" in error(run("analyze", packages["fold"], "--bandwidth", 1, "--bandwidth", 2))
     assert "-5" in error(run("analyze", packages["fold"], "--bandwidth", "A=-5"))
+    assert "is no folder" in error(run("analyze", packages["fold"], "--html", tmp_path / "none" / "r.html"))
     assert "--records needs --json" in error(run("analyze", packages["fold"], "--records"))
     assert "none" in error(run("analyze", packages["fold"], "--function", "none"))
     assert "none.mlpackage" in error(run("analyze", tmp_path / "none.mlpackage"))

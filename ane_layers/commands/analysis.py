@@ -28,7 +28,7 @@ def analyze(
         bool, typer.Option("--details", help="Print operations, copies, largest results and layers too.")
     ] = False,
     records: Annotated[
-        bool, typer.Option("--records", help="With --json: list every operation's reads and writes.")
+        bool, typer.Option("--records", help="With --json or --html: list every operation's reads and writes.")
     ] = False,
     suppress: Annotated[list[str] | None, typer.Option(help="Rule of the lint to leave out; repeatable.")] = None,
     fail_on: Annotated[
@@ -42,15 +42,17 @@ def analyze(
     from ane_layers.analysis.printing import print_analysis
     from ane_layers.program import Package
 
-    if records and not as_json:
-        raise ValueError("--records needs --json")
+    if records and not as_json and html is None:
+        raise ValueError("--records needs --json or --html")
+    check_page(html)
     rates = bandwidth_of(bandwidth)
     opened = Package.open(package)
     result = analyze_package(opened, function, rates, with_records=records, suppress=suppress or ())
     if html is not None:
         from ane_layers.analysis.report import write_report
 
-        write_report(result, html, title=package.name)
+        write_report(result, html, title=package.resolve().name)
+        console.err.print(f"report written to {html}", markup=False)
     if as_json:
         console.print_json(result)
     else:
@@ -62,26 +64,33 @@ def analyze(
 def compare(
     first: PackageArgument,
     second: Annotated[Path, typer.Argument(help="Another one.")],
-    bandwidth: Annotated[float | None, typer.Option(help="MB/s; 55900 by default, the article's constant.")] = None,
+    bandwidth: BandwidthOption = None,
     html: Annotated[Path | None, typer.Option(help="Write a report, one file that needs nothing else.")] = None,
     as_json: Json = False,
 ) -> None:
     """Two packages side by side: operations, bytes, prediction."""
-    from ane_layers.analysis import ARTICLE_BANDWIDTH_MB_S
     from ane_layers.analysis import compare as compare_packages
     from ane_layers.analysis.printing_comparison import print_comparison
     from ane_layers.program import Package
 
-    rate = ARTICLE_BANDWIDTH_MB_S if bandwidth is None else bandwidth
-    result = compare_packages(Package.open(first), Package.open(second), bandwidth=rate)
+    check_page(html)
+    result = compare_packages(Package.open(first), Package.open(second), bandwidth=bandwidth_of(bandwidth))
     if html is not None:
         from ane_layers.analysis.report import write_comparison
 
         write_comparison(result, html)
+        console.err.print(f"report written to {html}", markup=False)
     if as_json:
         console.print_json(result)
     else:
         print_comparison(result, console.tables())
+
+
+def check_page(path: Path | None) -> None:
+    """Whether a report can be written there, before anything is analysed. Raises `ValueError`."""
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        what = "is a folder; name a file" if path.is_dir() else f"cannot be written: {path.parent} is no folder"
+        raise ValueError(f"{path}: {what}")
 
 
 def failing(result: dict[str, Any], level: str) -> list[str]:

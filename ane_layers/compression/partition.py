@@ -9,6 +9,7 @@ which moves a border only by what its two neighbours say, ends up to several tim
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -80,10 +81,8 @@ def best_table(values: Floats, weights: Floats, size: int) -> Floats:
         if everything:
             break
     borders, _ = _lloyd(values, sums, borders, rounded=False)
-    # With few values to a cluster, the rounding of the entries has a say in where the borders belong.
-    near = np.clip(borders[:, None] + np.arange(-8, 9), 1, count - 1)
-    borders, _ = _best_in_windows(sums, borders, near, rounded=True)
-    _, table = _lloyd(values, sums, _spread_out(borders, count), rounded=True)
+    borders = _search_rounded(sums, borders)
+    _, table = _lloyd(values, sums, borders, rounded=True)
     nearest = np.concatenate(([0], values.searchsorted((table[1:] + table[:-1]) / 2, side="right"), [count]))
     return table[np.diff(nearest) > 0]
 
@@ -165,6 +164,22 @@ def _search(sums: _Sums, borders: Indices, measure: Floats, level: _Level) -> tu
         if 2 * far < level.reach or saved < 1e-3 * sums.error(borders):
             break
     return borders, len(grid) > count
+
+
+def _search_rounded(sums: _Sums, borders: Indices) -> Indices:
+    """Better borders in view of the entries' rounding to fp16, which has the more of a say the fewer values a cluster has."""
+    count, size = len(sums.values), len(borders) + 1
+    if count <= 1024:  # so few that they can be searched widely
+        reach, rounds = math.isqrt(150_000 // size), 4
+    else:
+        reach, rounds = 20 if count <= 16 * size else 8, 1
+    for _ in range(rounds):
+        window = np.clip(borders[:, None] + np.arange(-reach, reach + 1), 1, count - 1)
+        chosen, saved = _best_in_windows(sums, borders, window, rounded=True)
+        borders = _spread_out(chosen, count)
+        if saved <= 0:
+            break
+    return borders
 
 
 def _best_in_windows(sums: _Sums, borders: Indices, window: Indices, *, rounded: bool) -> tuple[Indices, float]:
