@@ -29,7 +29,7 @@ demo: $(BIN)/.ready
 	@echo 'is, and what it takes on, only a device can tell. Nor the published EXAONE 4 weights: the model here is a small one of the same kind.'
 
 test: $(BIN)/.ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 	@echo
 	@echo 'Shown: layers and models equal PyTorch and transformers; converted packages, read back from disk and executed by the interpreter, equal'
 	@echo 'both. Not shown: speed or placement on an Apple device, and the published EXAONE 4 weights.'

@@ -19,6 +19,12 @@ class HeadSharingOption(StrEnum):
     repeat_kv = "repeat_kv"
 
 
+class HeadOption(StrEnum):
+    logits = "logits"
+    argmax = "argmax"
+    top_k = "top_k"
+
+
 class KvOption(StrEnum):
     in_place = "in_place"
     deferred = "deferred"

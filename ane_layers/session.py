@@ -238,8 +238,10 @@ class Session:
         }
         inputs = {name: known[name] for name in self._inputs[plan.name]}
         outputs = self._program(plan.name).predict(inputs, state=self._state)
-        for name, cache in self._caches.items():
+        for name, cache in list(self._caches.items()):
             rows = outputs[NEW_ROWS[name]]
+            if cache.dtype != rows.dtype:  # the interpreter's fp32 mode does not round them
+                cache = self._caches[name] = cache.astype(rows.dtype)
             slot = self.position % self._sliding_slots if name.startswith("sliding") else self.position
             cache[:, :, slot : slot + len(tokens)] = rows[:, :, : len(tokens)]
         self.position += len(tokens)

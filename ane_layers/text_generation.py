@@ -7,7 +7,15 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ane_layers.generation import FinishReason, Generation, GenerationStats, Runtime, Session, generate
+from ane_layers.generation import (
+    FinishReason,
+    Generation,
+    GenerationStats,
+    PromptLookup,
+    Runtime,
+    Session,
+    generate,
+)
 from ane_layers.interpreter import Mode
 from ane_layers.sampling import Sampler
 from ane_layers.text import Tokenizer
@@ -94,6 +102,7 @@ class TextGenerator:
         max_new_tokens: int,
         sampler: Sampler | None = None,
         stop_ids: Collection[int] | None = None,
+        guess: PromptLookup | None = None,
     ) -> TextGeneration:
         """Continues a prompt in a new conversation.
 
@@ -103,6 +112,7 @@ class TextGenerator:
             max_new_tokens: at most so many.
             sampler: greedy by default.
             stop_ids: instead of `self.stop_ids`.
+            guess: see `ane_layers.generation.generate`.
 
         Raises:
             ValueError: as `encode` and `ane_layers.generation.generate`.
@@ -115,6 +125,7 @@ class TextGenerator:
             max_new_tokens=max_new_tokens,
             sampler=sampler,
             stop_ids=self.stop_ids if stop_ids is None else stop_ids,
+            guess=guess,
         )
         return TextGeneration(tokens, self.tokenizer)
 

@@ -209,9 +209,10 @@ def test_head_sharing_is_one_flag(folder: Path, package: Path, tmp_path: Path) -
             ["convert", "{folder}", "-o", "{dir}/no/m.mlpackage", "--context", "32", "--prefill", "4"],
             "no: is not a folder",
         ),
+        (["convert", "{folder}", "-o", "{out}", "--context", "32", "--top-k", "3"], "--top-k 3 needs --head top_k"),
         (
-            ["convert", "{folder}", "-o", "{out}", "--context", "32", "--kv", "deferred"],
-            "--kv deferred is not supported yet",
+            ["convert", "{folder}", "-o", "{out}", "--context", "32", "--bucket", "64"],
+            "contexts must be within 1 … context_length (32), got 64",
         ),
         (
             ["convert", "{folder}", "-o", "{out}", "--context", "32", "--head-pieces", "200"],

@@ -25,7 +25,7 @@ from ane_layers.compression import Compression, Ranking, Setting, compress, load
 from ane_layers.compression.report import report_compressed
 from ane_layers.compression.weights import compress_weight
 from ane_layers.evaluation import Evaluation, Evaluator, evaluate, model_footprint, score, windows
-from ane_layers.evaluation.attention import TorchAttention, torch_attention
+from ane_layers.evaluation.attention import TorchAttention, TorchFoldedAttention, torch_attention
 from ane_layers.evaluation.footprint import _row_bytes
 from ane_layers.evaluation.sources import widen_stored
 from ane_layers.models import Exaone4, from_folder
@@ -183,14 +183,17 @@ def test_the_original_is_run_once_if_its_logits_may_be_kept(
     assert len(calls) == len(evaluator.windows) * (4 if kept else 6)
 
 
-def test_torch_attention_matches_the_layers_own(folder: Path) -> None:
-    model = from_folder(folder, context_length=32)
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("kv", ["in_place", "deferred"])
+def test_torch_attention_matches_the_layers_own(folder: Path, fuse: bool, kv: str) -> None:
+    model = from_folder(folder, context_length=32, fuse=fuse, kv=kv)
+    by_torch = TorchFoldedAttention if fuse else TorchAttention
     ids = torch.randint(0, VOCABULARY, (1, 20), generator=torch.Generator().manual_seed(1))
     expected = model.extend(ids)
     with torch_attention(model):
-        assert sum(isinstance(module, TorchAttention) for module in model.modules()) == 2
+        assert sum(isinstance(module, by_torch) for module in model.modules()) == 2
         assert (model.extend(ids) - expected).abs().max() < 1e-4
-    assert not any(isinstance(module, TorchAttention) for module in model.modules())
+    assert not any(isinstance(module, by_torch) for module in model.modules())
     assert torch.equal(model.extend(ids), expected)
 
 

@@ -12,6 +12,7 @@ from ane_layers import console
 from ane_layers.cli_options import (
     CalibrationOption,
     Folder,
+    HeadOption,
     HeadSharingOption,
     ImportanceOption,
     Json,
@@ -36,11 +37,24 @@ def convert(
     context: Annotated[
         int | None, typer.Option(help="Slots of the KV cache; 4096, or the model's longest if that is less.")
     ] = None,
-    prefill: Annotated[int, typer.Option(help="Tokens in a prefill block.")] = 64,
+    prefill: Annotated[
+        list[int] | None,
+        typer.Option(help="Tokens in a prefill block; 64. Repeatable, for functions of several sizes."),
+    ] = None,
+    bucket: Annotated[
+        list[int] | None, typer.Option(help="Add functions that read only so many slots of the cache; repeatable.")
+    ] = None,
     head_sharing: Annotated[
         HeadSharingOption, typer.Option(help="How query heads share KV heads.")
     ] = HeadSharingOption.fold,
     kv: Annotated[KvOption, typer.Option(help="When the cache is written.")] = KvOption.in_place,
+    head: Annotated[
+        HeadOption, typer.Option(help="What a call gives: logits, the likeliest token, or the likeliest ones.")
+    ] = HeadOption.logits,
+    top_k: Annotated[int | None, typer.Option(help="With --head top_k: how many; 8.")] = None,
+    verify_tokens: Annotated[
+        int | None, typer.Option(help="Add a function that checks so many guessed tokens at once.")
+    ] = None,
     fuse: Annotated[bool, typer.Option(help="Join projections that read the same input.")] = True,
     head_pieces: Annotated[int | None, typer.Option(help="Convolutions that the output head is split into.")] = None,
     all_logits: Annotated[bool, typer.Option(help="Let prefill return every position's logits.")] = False,
@@ -56,8 +70,8 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Convert a model to a Core ML package with functions `decode` and `prefill`, and check the result."""
-    if kv is not KvOption.in_place:
-        raise ValueError(f"--kv {kv} is not supported yet; in_place is")
+    if top_k is not None and head is not HeadOption.top_k:
+        raise ValueError(f"--top-k {top_k} needs --head top_k")
     from ane_layers.analysis import inspect as inspect_package
     from ane_layers.compression.preparation import prepare
     from ane_layers.conversion import check_target
@@ -72,12 +86,22 @@ def convert(
         source = resolve(folder, progress=say)
         slots = min(4096, longest_context(source)) if context is None else context
         moments = measured_importance(source, importance, calibration, say)
-        options: dict[str, Any] = {"head_sharing": head_sharing.value, "head_pieces": head_pieces}
+        blocks = prefill or [min(64, slots)]
+        options: dict[str, Any] = {
+            "head_sharing": head_sharing.value,
+            "head_pieces": head_pieces,
+            "kv": kv.value,
+            "block_size": max(*blocks, verify_tokens or 1),
+        }
         model = from_folder(source, context_length=slots, dtype=None, fuse=fuse, **options)
         compression = prepare(model, chosen, ranking=ranking, importance=moments) if chosen is not None else None
         package = model.convert(
             output,
-            prefill=prefill,
+            prefill=blocks,
+            contexts=bucket or (),
+            head=head.value,
+            top_k=top_k or 8,
+            verify=verify_tokens,
             all_logits=all_logits,
             compression=compression,
             duplicate_tied=duplicate_tied,

@@ -32,11 +32,15 @@ def generate(
     ] = None,
     context: Annotated[int | None, typer.Option(help="For a model: slots of the KV cache.")] = None,
     prefill: Annotated[int | None, typer.Option(help="For a model: tokens in a prefill block.")] = None,
+    guess: Annotated[
+        bool, typer.Option("--guess", help="Guess tokens from the text so far and check several in a call; same text.")
+    ] = False,
     mode: Mode = ModeOption.fp32,
     runtime: Runtime = RuntimeOption.interpreter,
     as_json: Json = False,
 ) -> None:
     """Write text with a package: prefill in blocks, then decode."""
+    from ane_layers.generation import PromptLookup
     from ane_layers.hub import resolve
     from ane_layers.sampling import Sampler
     from ane_layers.text_generation import text_generator
@@ -57,7 +61,12 @@ def generate(
                 )
             )
         generation = generator.generate(
-            prompt, chat=chat, max_new_tokens=max_new_tokens, sampler=sampler, stop_ids=stop_id
+            prompt,
+            chat=chat,
+            max_new_tokens=max_new_tokens,
+            sampler=sampler,
+            stop_ids=stop_id,
+            guess=PromptLookup() if guess else None,
         )
         pieces = []
         for piece in generation:

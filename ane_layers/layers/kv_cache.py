@@ -207,6 +207,10 @@ class NoCache:
     """In place of a cache, for whole sequences that begin at position 0: attention reads the tokens themselves.
 
     Several sequences may run at once, and nothing is written that a gradient still needs.
+
+    Shape:
+        - key, value of extend: `[B, K, D, S]`
+        - output of extend: a `Context` of `[B, K, S, D]`
     """
 
     two_parts = False
