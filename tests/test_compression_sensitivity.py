@@ -28,6 +28,7 @@ from ane_layers.compression.plot import plot_ranking
 from ane_layers.compression.rank_agreement import default_top, rank_correlation, top_overlap
 from ane_layers.compression.replay import Replay
 from ane_layers.compression.sensitivity import agreement, journal_path, write_ranking
+from ane_layers.layers import folded_rows
 from ane_layers.models import from_folder
 
 Folder = Callable[..., Path]
@@ -61,8 +62,11 @@ def compressed_reference(reference: Any, names: dict[str, Setting]) -> dict[str,
         parent, _, last = name.rpartition(".")
         parts = [f"{parent}.{part}" for part in FUSED[last]] if last in FUSED else [name]
         weights = [reference.get_parameter(f"{part}.weight").detach() for part in parts]
-        whole = torch.cat(weights).half().numpy()
-        dense = torch.from_numpy(compress_weight(name, whole, setting).dense()).float()
+        whole = torch.cat(weights).half()
+        # Groups of the joined projection hold its rows in their folded order; o_proj's columns, permuted too, share its tables.
+        rows = folded_rows(8, 2, 16) if last == "qkv_proj" else torch.arange(len(whole))
+        dense = torch.from_numpy(compress_weight(name, whole[rows].numpy(), setting).dense()).float()
+        dense = dense[rows.argsort()]
         changed |= {
             f"{part}.weight": piece for part, piece in zip(parts, dense.split([len(w) for w in weights]), strict=True)
         }

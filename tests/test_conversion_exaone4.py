@@ -118,9 +118,9 @@ def test_verify_always_runs_a_block(folder: Path, packages: dict[str, Path], mon
     calls: list[int] = []
     call = Session._call
 
-    def counted(session: Session, program: Any, tokens: list[int], padding: int = 0) -> Any:
-        calls.append(len(tokens) + padding)
-        return call(session, program, tokens, padding)
+    def counted(session: Session, plan: Any, tokens: list[int]) -> Any:
+        calls.append(plan.length)
+        return call(session, plan, tokens)
 
     monkeypatch.setattr(Session, "_call", counted)
     for tokens in (4, 5, 9):
