@@ -2,7 +2,7 @@
 
     python benchmarks/compression.py --out /tmp/compression
 
-Everything is measured on the bundled held-out text (5,678 tokens) in PyTorch, with exactly the values that packages hold; the ranking and the
+Everything is measured on the bundled held-out text (5,678 tokens) in PyTorch, with exactly the values that packages hold; ranking and
 importance come from the bundled calibration text, which is another one. The article promotes 8 of 30 layers: here 3 of 12.
 """
 
@@ -18,11 +18,11 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from ane_layers.compression.plot import plot_ranking
 
 from ane_layers import bundled_checkpoint
 from ane_layers.compression import Ranking, Recipe, Setting, compress, load_recipe, make_plan
 from ane_layers.compression.budget import allocated_recipe
+from ane_layers.compression.plot import plot_ranking
 from ane_layers.compression.preparation import measure_importance, read_recipe
 from ane_layers.compression.sensitivity import journal_path, sensitivity, write_ranking
 from ane_layers.evaluation import Evaluation, Evaluator

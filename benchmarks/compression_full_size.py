@@ -5,7 +5,7 @@
 
 Ours: `ane-layers convert --recipe top8`, decode and prefill, from the folder to a checked package. Stock: the same graph with its
 it through `torch.jit.trace`, `ct.convert` (decode alone: coremltools compresses no merged package) and `palettize_weights` with the same
-setting for every weight. `--stock-layers N` runs stock on a checkpoint of N layers, one of them promoted, and scales the two kinds of layers up;
+setting for every weight. `--stock-layers N` runs stock on a checkpoint of N layers, one of them promoted, and scales both kinds up;
 head and embedding are measured whole. `--stock-layers 0` leaves stock out. Weights are random, and so is the ranking: that changes neither
 time nor bytes.
 
@@ -28,7 +28,7 @@ from typing import Annotated, Any
 
 import typer
 
-# Weights that a token reads, without tables (EXAONE 4.0 1.2B; tables are stated apart), and the cache at context 4096: see the card in models/exaone4.
+# Weights that a token of EXAONE 4.0 1.2B reads, without tables, and the cache at context 4096, in bytes.
 READINGS = {"*": 1086.4e6, "mlp.*": 1044.4e6}
 
 
@@ -202,8 +202,8 @@ def main(
             scaled = parts["lut8"] * promoted + parts["lut4g16"] / (stock_layers - 1) * (layers - promoted)
             scaled += parts["head"] + parts["embedding"]
             print(
-                f"stock palettization scaled to {layers} layers: {scaled:.0f} s, {scaled / figures['ours'][0]['seconds']:.1f} times our whole "
-                "conversion; its ct.convert comes on top"
+                f"stock palettization scaled to {layers} layers: {scaled:.0f} s, {scaled / figures['ours'][0]['seconds']:.1f} times our "
+                "whole conversion; its ct.convert comes on top"
             )
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

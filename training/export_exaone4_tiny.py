@@ -149,7 +149,8 @@ weights and knows nothing but its one book.
 
 `heldout.txt` holds whole chapters ({", ".join(facts["heldout_chapters"])}) that were in neither training nor the tokenizer's
 training. `calibration.txt` holds those that chose the checkpoint ({", ".join(facts["validation_chapters"])}), for measurements that must
-not look at the held-out text. `prompts.txt` holds 30 prompts: 15 beginnings of held-out verses, 15 free. Everything else is in `training.json`.
+not look at the held-out text. `prompts.txt` holds 30 prompts: 15 beginnings of held-out verses, 15 free. Everything else is in
+`training.json`.
 
 Made for sequences up to {length} tokens; the configuration allows 2,048 (rotary scaling `llama3`, factor 4), but quality
 falls beyond {length}: held-out loss is {by_window[1024]} in windows of 1,024 and {by_window[2048]} in windows of 2,048.

@@ -13,17 +13,13 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-Indices = NDArray[np.intp]
+from ane_layers.compression.prefix_sums import Floats, Indices, PrefixSums, to_fp16
 
 # A gap between two values holds a border of its own if its share of a cell is above this: two equal points at distance g cost w·g²/2
 # together, and one more cell of measure m in a smooth density saves m³/6. The cube root of a third.
 _OWN_BORDER = 3 ** (-1 / 3)
 _TINY = 1e-300
-_LARGEST = float(np.finfo(np.float16).max)
 _LLOYD_ROUNDS = 8
 _BLOCK = 1 << 14  # window cells at a time: a few arrays of this many float64 stay in a core's cache
 
@@ -34,32 +30,6 @@ class _Level(NamedTuple):
     per_cell: int
     reach: int
     rounds: int
-
-
-class _Sums(NamedTuple):
-    """What the error of any run of values follows from.
-
-    Attributes:
-        prefix: float64 [3, n + 1], the sums of weight, weight times value and weight times squared value before each place. They count from
-            the middle outwards, zero there: the small ones around the middle do not pass through an outlier's large ones.
-        origin: the value in the middle, subtracted from all values beforehand.
-        values, weights: float64 [n], as they came.
-        floor: a weight next to nothing, for division by the weight of a cluster, which may be empty.
-    """
-
-    prefix: Floats
-    origin: float
-    values: Floats
-    weights: Floats
-    floor: float
-
-    def error(self, borders: Indices) -> float:
-        """The squared error, from the values themselves: small ones are lost in differences of sums."""
-        edges = np.concatenate(([0], borders))
-        sizes = np.diff(edges, append=len(self.values))
-        moments = np.add.reduceat(self.weights * self.values, edges)
-        means = moments / np.add.reduceat(self.weights, edges)
-        return float(self.weights @ (self.values - np.repeat(means, sizes)) ** 2)
 
 
 def best_table(values: Floats, weights: Floats, size: int) -> Floats:
@@ -74,15 +44,15 @@ def best_table(values: Floats, weights: Floats, size: int) -> Floats:
         Ascending fp16 numbers as float64, at most `size` of them: each is the nearest for some value.
     """
     count = len(values)
-    sums = _sums(values, weights)
+    sums = PrefixSums.of(values, weights)
     borders, measure = _companded(values, weights, size)
     for level in _levels(size):
         borders, everything = _search(sums, borders, measure, level)
         if everything:
             break
-    borders, _ = _lloyd(values, sums, borders, rounded=False)
+    borders, _ = _lloyd(sums, borders, rounded=False)
     borders = _search_rounded(sums, borders)
-    _, table = _lloyd(values, sums, borders, rounded=True)
+    _, table = _lloyd(sums, borders, rounded=True)
     nearest = np.concatenate(([0], values.searchsorted((table[1:] + table[:-1]) / 2, side="right"), [count]))
     return table[np.diff(nearest) > 0]
 
@@ -90,22 +60,10 @@ def best_table(values: Floats, weights: Floats, size: int) -> Floats:
 def _levels(size: int) -> tuple[_Level, ...]:
     """Windows of over a cell to either side settle how many cells go where; narrow ones, the last digits."""
     if size < 16:
-        return (_Level(16, 32, 6), _Level(64, 24, 2))
+        return (_Level(32, 64, 6), _Level(128, 48, 3))
     if size == 16:
-        return (_Level(12, 20, 8), _Level(32, 20, 3))
+        return (_Level(16, 28, 8), _Level(40, 24, 3))
     return (_Level(4, 16, 16), _Level(16, 20, 6), _Level(48, 12, 2))
-
-
-def _sums(values: Floats, weights: Floats) -> _Sums:
-    middle = len(values) // 2
-    origin = float(values[middle])
-    centred = values - origin
-    terms = np.stack((weights, weights * centred, weights * (centred * centred)))
-    prefix = np.empty((3, len(values) + 1))
-    prefix[:, middle] = 0
-    np.cumsum(terms[:, middle:], axis=1, out=prefix[:, middle + 1 :])
-    np.negative(np.cumsum(terms[:, middle - 1 :: -1], axis=1)[:, ::-1], out=prefix[:, :middle])
-    return _Sums(prefix, origin, values, weights, 1e-18 * float(weights.sum()))
 
 
 def _spread_out(borders: Indices, count: int) -> Indices:
@@ -142,7 +100,7 @@ def _companded(values: Floats, weights: Floats, size: int) -> tuple[Indices, Flo
     return _spread_out(borders, len(values)), measure
 
 
-def _search(sums: _Sums, borders: Indices, measure: Floats, level: _Level) -> tuple[Indices, bool]:
+def _search(sums: PrefixSums, borders: Indices, measure: Floats, level: _Level) -> tuple[Indices, bool]:
     """Better borders among those that are evenly spaced in the measure, until a round no longer moves them far.
 
     Returns:
@@ -161,32 +119,32 @@ def _search(sums: _Sums, borders: Indices, measure: Floats, level: _Level) -> tu
         far = np.abs(grid.searchsorted(chosen) - place).max()
         borders = _spread_out(chosen, count)
         # A border that moved far had only a coarse grid where it went, and may have been held up by its window.
-        if 2 * far < level.reach or saved < 1e-3 * sums.error(borders):
+        if 2 * far < level.reach or saved < 1e-3 * sums.of_partition(borders):
             break
     return borders, len(grid) > count
 
 
-def _search_rounded(sums: _Sums, borders: Indices) -> Indices:
+def _search_rounded(sums: PrefixSums, borders: Indices) -> Indices:
     """Better borders in view of the entries' rounding to fp16, which has the more of a say the fewer values a cluster has."""
     count, size = len(sums.values), len(borders) + 1
     if count <= 1024:  # so few that they can be searched widely
-        reach, rounds = math.isqrt(150_000 // size), 4
+        reach, rounds = math.isqrt(60_000 // size), 4
     else:
-        reach, rounds = 20 if count <= 16 * size else 8, 1
+        reach, rounds = 20 if count <= 8 * size else 8, 1
     for _ in range(rounds):
         window = np.clip(borders[:, None] + np.arange(-reach, reach + 1), 1, count - 1)
         chosen, saved = _best_in_windows(sums, borders, window, rounded=True)
         borders = _spread_out(chosen, count)
-        if saved <= 0:
+        if saved < 1e-3 * sums.of_partition(borders):
             break
     return borders
 
 
-def _best_in_windows(sums: _Sums, borders: Indices, window: Indices, *, rounded: bool) -> tuple[Indices, float]:
+def _best_in_windows(sums: PrefixSums, borders: Indices, window: Indices, *, rounded: bool) -> tuple[Indices, float]:
     """The best choice of one candidate for every border, by dynamic programming from left to right.
 
     Args:
-        borders: [b], where the borders are now: in the middle of each window.
+        borders: [b], where the borders are now, to tell what is saved.
         window: [b, W], ascending in each row, from 1 to n - 1.
         rounded: count the rounding of the entries to fp16.
 
@@ -194,76 +152,45 @@ def _best_in_windows(sums: _Sums, borders: Indices, window: Indices, *, rounded:
         The chosen borders, of which neighbours may coincide; by how much they lower the error.
     """
     count, width = window.shape
-    left, right = sums.prefix[:, :1], sums.prefix[:, -1:]
-    at = sums.prefix[:, window]
-    best = _error(sums, left, at[:, 0], rounded=rounded)
+    left, right = sums.sums[:, :1], sums.sums[:, -1:]
+    at = sums.sums[:, window]
+    best = sums.of_runs(left, at[:, 0], rounded=rounded)
     rows = np.arange(0, width * width, width)
     came_from = np.empty((count, width), np.intp)
     block = max(1, _BLOCK // width**2)
     for start in range(1, count, block):
         stop = min(start + block, count)
-        errors = _error(sums, at[:, start - 1 : stop - 1, None, :], at[:, start:stop, :, None], rounded=rounded)
+        errors = sums.of_runs(at[:, start - 1 : stop - 1, None, :], at[:, start:stop, :, None], rounded=rounded)
         for border, error in enumerate(errors, start):
             error += best
             places = np.add(error.argmin(axis=1), rows, out=came_from[border])
             best = error.take(places)
-    best = best + _error(sums, at[:, -1], right, rounded=rounded)
+    best = best + sums.of_runs(at[:, -1], right, rounded=rounded)
     choice = np.empty(count, np.intp)
     choice[-1] = best.argmin()
     for border in range(count - 1, 0, -1):
         choice[border - 1] = came_from[border, choice[border]] % width
-    edges = np.concatenate((left, sums.prefix[:, borders], right), axis=1)
-    saved = float(_error(sums, edges[:, :-1], edges[:, 1:], rounded=rounded).sum() - best.min())
+    edges = np.concatenate((left, sums.sums[:, borders], right), axis=1)
+    saved = float(sums.of_runs(edges[:, :-1], edges[:, 1:], rounded=rounded).sum() - best.min())
     return window[np.arange(count), choice], saved
 
 
-def _error(sums: _Sums, left: Floats, right: Floats, *, rounded: bool) -> Floats:
-    """The squared error of one entry for the values between two positions; infinite if the positions are swapped.
-
-    Args:
-        left, right: [3, ...], `sums.prefix` at the two positions.
-    """
-    weight = right[0] - left[0]
-    moment = right[1] - left[1]
-    error = right[2] - left[2]
-    swapped = weight < 0
-    weight += sums.floor
-    if rounded:
-        entry = moment / weight
-        entry += sums.origin
-        entry = _to_fp16(entry) - sums.origin
-        weight *= entry
-        moment *= 2
-        moment -= weight
-        moment *= entry
-    else:
-        moment *= moment
-        moment /= weight
-    error -= moment
-    np.putmask(error, swapped, np.inf)
-    return error
-
-
-def _lloyd(values: Floats, sums: _Sums, borders: Indices, *, rounded: bool) -> tuple[Indices, Floats]:
+def _lloyd(sums: PrefixSums, borders: Indices, *, rounded: bool) -> tuple[Indices, Floats]:
     """Lloyd's algorithm from `borders` on: entries are their values' means, borders are halfway between entries.
 
     Returns:
         The borders and the table, which is what they came from or what came from them.
     """
+    values = sums.values
     for _ in range(_LLOYD_ROUNDS):
         edges = np.concatenate(([0], borders, [len(values)]))
-        weight, moment = np.diff(sums.prefix[:2, edges], axis=1)
+        weight, moment = np.diff(sums.sums[:2, edges], axis=1)
         # The bounds hold whatever is lost in the sums of very unlike weights.
         table = np.clip(moment / (weight + sums.floor) + sums.origin, values[edges[:-1]], values[edges[1:] - 1])
         if rounded:
-            table = _to_fp16(table)
+            table = to_fp16(table)
         moved = _spread_out(values.searchsorted((table[1:] + table[:-1]) / 2, side="right"), len(values))
         if np.array_equal(moved, borders):
             break
         borders = moved
     return borders, table
-
-
-def _to_fp16(values: Floats) -> Floats:
-    # torch, since numpy converts several times as slowly.
-    return torch.from_numpy(np.clip(values, -_LARGEST, _LARGEST)).half().double().numpy()

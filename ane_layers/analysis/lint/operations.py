@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,11 +12,14 @@ from ane_layers.analysis.lint.finding import Case
 from ane_layers.analysis.lint.graph import Graph, byte_size, is_float, shape_of, shown, whole_number
 from ane_layers.analysis.lint.registry import rule
 from ane_layers.analysis.lint.shapes import OLD_LIMIT
-from ane_layers.analysis.movement import JOINS, REARRANGEMENTS, VIEWS, repeats
+from ane_layers.analysis.movement import JOINS, LOOKUPS, REARRANGEMENTS, SELECTIONS, VIEWS, data_of, repeats
 
 _SHORT_INDICES = ("int8", "uint8", "int16", "uint16")
 _INT16_LIMIT = 32_767
 _MASKING = ("add", "mul", "select", "sub")
+
+# A mask, cosines and sines, for each kind of layer; repetition in every layer is more.
+_ONCE_A_CALL = 6
 
 
 @rule(
@@ -30,8 +34,10 @@ _MASKING = ("add", "mul", "select", "sub")
 )
 def _repeated_data(graph: Graph) -> Iterator[Case]:
     repeating = [step for step in graph.steps if repeats(step) and step.outputs]
-    reason = _lined_up_once(graph, repeating[0]) if len(repeating) == 1 else None
+    joined = Counter(value for step in repeating for value in set(step.inputs.get("values", ())))
     for step in repeating:
+        once = all(joined[value] == 1 for value in step.inputs.get("values", ()))
+        reason = _lined_up_once(graph, step) if once and len(repeating) <= _ONCE_A_CALL else None
         size = byte_size(step.outputs[0])
         text = f"{shown(step)}, {size:,} bytes" if size else shown(step)
         yield Case(name=step.name, text=text, size=size, expected=reason)
@@ -168,13 +174,24 @@ def _weight(step: Step) -> Datum | None:
 
 
 def _lined_up_once(graph: Graph, step: Step) -> str | None:
-    """Why the only repetition of a function is none of a cache: an input is joined with itself, and the result masks something."""
+    """Why a repetition is none of a cache: an input, or rows of a constant table, are joined with themselves once a call, and what
+    comes of it masks or scales something."""
     values = set(step.inputs.get("values", ()))
-    names = {value.name for value in values if graph.flow.inputs.get(value.name) is value}
     users = step.outputs[0].users
-    if step.type not in JOINS or len(values) != 1 or not names or not all(user.type in _MASKING for user in users):
+    if step.type not in JOINS or len(values) != 1 or not all(user.type in _MASKING for user in users):
         return None
-    return f"the input {names.pop()} is lined up once a call, as a mask for {len(users)} operations"
+    value = next(iter(values))
+    if graph.flow.inputs.get(value.name) is value:
+        return f"the input {value.name} is lined up once a call, as a mask for {len(users)} operations"
+    while value.step is not None and value.step.type not in LOOKUPS:
+        data = data_of(value.step)
+        if value.step.type not in VIEWS | REARRANGEMENTS | SELECTIONS or data is None:
+            return None
+        value = data
+    table = data_of(value.step) if value.step is not None else None
+    if table is None or table.constant is None:
+        return None
+    return f"rows of the table {table.name} are lined up once a call, for {len(users)} operations"
 
 
 def _reaches(datum: Datum, outputs: set[Datum]) -> bool:

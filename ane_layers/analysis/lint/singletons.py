@@ -6,7 +6,7 @@ from collections.abc import Container
 
 from ane_layers.analysis.flow import Datum, Step
 from ane_layers.analysis.lint.graph import Graph, is_float, shape_of
-from ane_layers.analysis.movement import SELECTIONS, data_of
+from ane_layers.analysis.movement import JOINS, SELECTIONS, data_of
 
 _ELEMENTWISE = frozenset(
     {"add", "cast", "exp", "identity", "inverse", "log", "maximum", "minimum", "mul", "pow"}
@@ -14,10 +14,13 @@ _ELEMENTWISE = frozenset(
 
 
 def expected_singletons(graph: Graph) -> dict[Datum, str]:
-    """Values with a last axis of 1 that something explains, each with what does: the hidden states of a single token, the
-    result of a reduction over the last axis and what is worked out with it element by element, and a single position on its way
+    """Values with a last axis of 1 that something explains, each with what does: the hidden states of a single token and parts of
+    them, the result of a reduction over the last axis and what is worked out with it element by element, and a single position on its way
     to the outputs."""
     token = _one_token(graph)
+    widest = max(
+        (datum.elements or 0 for step in graph.steps for datum in step.outputs if _is_vector(datum)), default=0
+    )
     expected: dict[Datum, str] = {}
     vectors: set[Datum] = set()  # of a single position
     for step in graph.steps:
@@ -29,6 +32,10 @@ def expected_singletons(graph: Graph) -> dict[Datum, str]:
             elif _is_vector(datum) and (_selects_one(step) or _follows(step, vectors)):
                 expected[datum] = "a single position that is selected for the outputs has the shape [1, C, 1, 1]"
                 vectors.add(datum)
+            elif token is not None and step.type in SELECTIONS and (datum.elements or 0) <= widest:
+                expected[datum] = f"{token}; what is cut from them is no larger than they are, and padded once a layer"
+            elif token is not None and step.type in JOINS and _follows(step, expected):
+                expected[datum] = f"{token}; parts of them are joined once a call"
             elif _reduces(step) or (step.type in _ELEMENTWISE and _follows(step, expected)):
                 expected[datum] = "a reduction over the last axis leaves 1 there"
     return expected
