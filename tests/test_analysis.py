@@ -213,9 +213,9 @@ def test_layers_of_exaone4_are_those_of_its_weights(fold: Package, repeat: Packa
             assert numbered[1]["by_type"]["matmul"] == 2
             assert numbered[1]["by_type"]["conv"] == 4
             assert numbered[2]["weights"] == numbered[1]["weights"] + 2 * 40
-            # Fused: qkv 12 heads of 16, o, gate and up, down; norms of 10 heads of 16 with an epsilon each, and of two times 40.
+            # Fused: qkv 12 heads of 16, o, gate and up, down; a norm of 5 columns of 16 with an epsilon for each of 2 KV heads, two of 40.
             matrices = 12 * 16 * 40 + 40 * 8 * 16 + 3 * 72 * 40
-            rows_of_norm = 10 * 16 + 10 * (1 if name == "decode" else BLOCK) + 2 * 40
+            rows_of_norm = (5 * 16 + 10) * (1 if name == "decode" else BLOCK) + 2 * 40
             assert numbered[1]["weights"] == 2 * (matrices + rows_of_norm)
             assert rows["head"]["weights"] == 2 * 109 * 40
             assert rows["embedding"]["by_type"]["gather"] == 1
@@ -420,7 +420,8 @@ def test_compare_tells_what_head_sharing_changes(fold: Package, repeat: Package)
     assert figures["tile.count"] == {"a": 2 * LAYERS, "b": 0, "difference": -2 * LAYERS, "ratio": 0}
     assert figures["traffic.total"]["difference"] == other.total - one.total < 0
     assert figures["tokens_per_second"]["ratio"] == pytest.approx(one.total / other.total)
-    assert figures["materialised.read"]["difference"] == -one.repetition
+    # What is repeated is read once more, and the heads are put in order for it.
+    assert -1.1 * one.repetition < figures["materialised.read"]["difference"] <= -one.repetition
     assert decode["by_type"]["tile"]["difference"] == -2 * LAYERS
     assert decode["by_type"]["conv"]["difference"] == 0
     assert "const" not in decode["by_type"]

@@ -77,8 +77,10 @@ def test_traffic_of_exaone4_matches_its_sizes(
     # 8 query and 2 KV heads of size 16, hidden size 40: see conftest.
     layers, heads, kv_heads, size, hidden = 3, 8, 2, 16, 40
     numbers = stored_elements(exaone4_folder(layers=layers))
-    # Fused norms have a row for each head, where the checkpoint has one for q and one for k; and an epsilon beside each row.
-    numbers += layers * ((heads + kv_heads) * size - 2 * size)
+    # Folded norms have a column for each query of a group and the key, for every token, where the checkpoint has one for q and one for k;
+    # and an epsilon beside each column of each KV head.
+    columns = heads // kv_heads + 1
+    numbers += layers * (columns * size * length - 2 * size)
     numbers += layers * (heads + kv_heads) * length
     # Of epsilons for hidden states there is one a token, too few to count in decode; rows of both tables besides.
     numbers += length * (hidden + 2 * size)
@@ -86,6 +88,7 @@ def test_traffic_of_exaone4_matches_its_sizes(
     repetition = cache * CONTEXT * (heads // kv_heads)
     if sharing == "fold":
         repetition = 0 if length == 1 else (heads // kv_heads) * length * CONTEXT * 2  # the mask, once
+    repetition += 0 if length == 1 else 2 * size * columns * length * 2  # cosines and sines, once
     actual = traffic(exaone4[sharing].function(function))
     expected = Traffic(2 * numbers, cache * CONTEXT, cache * length, repetition)
     assert actual == expected
@@ -101,7 +104,10 @@ def test_repetition_matches_the_tiles_that_coremltools_reads(exaone4: dict[str, 
         tiles = [operation.outputs[0] for operation in function.operations if operation.op_type == "tile"]
         assert len(tiles) == 6
         expected = sum(int(np.prod(tile.shape)) * 2 for tile in tiles)
-        assert traffic(exaone4["repeat_kv"].function(name)).repetition == expected
+        rotary = (
+            0 if name == "decode" else 2 * 16 * 5 * 5 * 2
+        )  # joined, not tiled: cosines and sines of 5 tokens, 5 times
+        assert traffic(exaone4["repeat_kv"].function(name)).repetition == expected + rotary
 
 
 def attention_program(path: Path, layers: int, repeat: bool) -> Traffic:

@@ -220,7 +220,8 @@ def test_lint_fails_the_command_where_it_is_asked_to(run: Run, packages: dict[st
     assert status == 1
     assert "repeated-data in decode" in err
     assert "cost of a call" in out
-    rules = ("--suppress", "repeated-data", "--suppress", "rank-above-4")
+    names = ("repeated-data", "rank-above-4", "matmul-above-rank-4", "singleton-last-axis")
+    rules = [part for name in names for part in ("--suppress", name)]
     assert run("analyze", packages["repeat_kv"], "--fail-on", "warning", *rules)[0] == 0
     assert "no rule" in error(run("analyze", packages["fold"], "--suppress", "nonsense"))
 

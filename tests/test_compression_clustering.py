@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from ane_layers.bundled import bundled_checkpoint
 from ane_layers.compression.clustering import BITS, Clustering, cluster
-from ane_layers.compression.histogram import histogram
+from ane_layers.compression.histogram import histogram, nearest_entries
 
 LARGEST = float(np.finfo(np.float16).max)
 # The promise is 0.2 % over the smallest error.
@@ -245,6 +245,13 @@ def test_zeros_of_both_signs_share_an_entry() -> None:
     assert found.indices.tolist() == [[1, 1, 3, 0, 2]]
 
 
+def test_of_two_nearest_entries_the_lower_is_taken() -> None:
+    row = np.array([-5.0, -2.0, -1.0, 0.0, 1.5, 3.0, 2.998, 3.002, 9.0], np.float16)
+    indices = np.empty(len(row), np.uint8)
+    nearest_entries(row, np.array([-3.0, 1.0, 2.0, 4.0]), indices)
+    assert indices.tolist() == [0, 0, 0, 1, 1, 2, 2, 3, 3]
+
+
 def test_fewer_values_than_entries() -> None:
     found = cluster(np.array([[3.0, 1.0], [2.0, 2.0]], np.float16), 3)
     assert found.table.tolist() == [[1.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0], [2.0] * 8]
@@ -275,6 +282,14 @@ def test_importance_that_tells_nothing_apart_changes_nothing(importance: np.ndar
     assert np.array_equal(found.indices, plain.indices)
 
 
+@pytest.mark.parametrize("scale", [2.0**1023, 2.0**-1000])
+def test_scale_of_importance_changes_nothing(scale: float) -> None:
+    values = draw("student t 3", (1, 40 * 61))
+    importance = importances("with zeros", 61, seed=8)
+    found = cluster(values, 4, importance=scale * importance)
+    assert np.array_equal(found.table, cluster(values, 4, importance=importance).table)
+
+
 def test_values_without_importance_get_the_nearest_entry() -> None:
     values = np.array([[-8.0, 1.0, 2.0, 3.0, 4.0, 5.0, 2.75, 100.0]], np.float16)
     importance = np.array([0, 1, 1, 1, 1, 0, 0, 0.0])
@@ -292,7 +307,7 @@ def test_values_without_importance_are_exact_where_there_is_room() -> None:
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("importance", [None, np.array([0.0, 1.0, 1.0, 1.0, 1.0])])
 def test_non_finite_values_are_refused(bad: float, importance: np.ndarray | None) -> None:
-    values = draw("gaussian", (3, 20))
+    values = draw("gaussian", (3, 60))
     values[1, 5] = bad
     with pytest.raises(ValueError, match="values: group 1 holds NaN or an infinity"):
         cluster(values, 4, importance=importance)

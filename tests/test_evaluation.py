@@ -171,8 +171,8 @@ def test_the_original_is_run_once_if_its_logits_may_be_kept(
 ) -> None:
     monkeypatch.setattr("ane_layers.evaluation.evaluator._KEPT_BYTES", kept)
     calls: list[int] = []
-    run = Exaone4.extend
-    monkeypatch.setattr(Exaone4, "extend", lambda model, ids: calls.append(1) or run(model, ids))
+    run = Exaone4.whole
+    monkeypatch.setattr(Exaone4, "whole", lambda model, ids: calls.append(1) or run(model, ids))
     # A long enough text that its logits take more than the weights of this tiny model.
     long = text.parent / "long.txt"
     long.write_text(text.read_text(encoding="utf-8") * 8, encoding="utf-8")

@@ -58,12 +58,12 @@ def best_table(values: Floats, weights: Floats, size: int) -> Floats:
 
 
 def _levels(size: int) -> tuple[_Level, ...]:
-    """Windows of over a cell to either side settle how many cells go where; narrow ones, the last digits."""
+    """Windows of over a cell to either side settle how many cells go where; finer ones, or Lloyd's algorithm, the last digits."""
     if size < 16:
         return (_Level(32, 64, 6), _Level(128, 48, 3))
     if size == 16:
         return (_Level(16, 28, 8), _Level(40, 24, 3))
-    return (_Level(4, 16, 16), _Level(16, 20, 6), _Level(48, 12, 2))
+    return (_Level(4, 16, 16), _Level(16, 20, 6))
 
 
 def _spread_out(borders: Indices, count: int) -> Indices:
@@ -80,7 +80,7 @@ def _companded(values: Floats, weights: Floats, size: int) -> tuple[Indices, Flo
     of their own, a gap counts as one cell, however wide.
 
     Returns:
-        `size - 1` borders; the measure before each value, float64 [n], in cells.
+        `size - 1` borders, of which neighbours may coincide; the measure before each value, float64 [n], in cells.
     """
     gaps = np.diff(values)
     shares = np.cbrt((weights[1:] + weights[:-1]) * (gaps * gaps))
@@ -96,8 +96,7 @@ def _companded(values: Floats, weights: Floats, size: int) -> tuple[Indices, Flo
     limit = ordered[first] if own else np.inf
     shares = np.where(shares >= limit, 1.0, np.minimum(shares / max(smooth, _TINY), 1.0))
     measure = np.concatenate(([0.0], np.cumsum(shares)))
-    borders = measure.searchsorted(np.arange(1, size) * (measure[-1] / size))
-    return _spread_out(borders, len(values)), measure
+    return measure.searchsorted(np.arange(1, size) * (measure[-1] / size)), measure
 
 
 def _search(sums: PrefixSums, borders: Indices, measure: Floats, level: _Level) -> tuple[Indices, bool]:
