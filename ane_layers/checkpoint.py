@@ -29,6 +29,9 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Old transformers versions saved the rotary frequencies, which follow from the config. Nothing else is ignored.
 IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 
+# A wrong size in config.json changes the shape of nearly every tensor: the first few tell what is wrong.
+SHOWN_SHAPES, SHOWN_NAMES = 2, 4
+
 # Elements looked at in one go where a comparison needs a widened copy (16 MiB in fp32).
 CHUNK = 1 << 22
 
@@ -148,7 +151,8 @@ class Checkpoint(Mapping[str, Tensor]):
             Expected name → stored name to read it from; a tied name gives its partner's, so that nothing is held twice.
 
         Raises:
-            CheckpointError: names every missing tensor, every stored one that is not expected, every wrong shape.
+            CheckpointError: names missing tensors, stored ones that are not expected, and wrong shapes: the first of each, and how many
+                more there are.
         """
         shapes = dict(expected) | {name: expected[other] for name, other in tied.items() if other in expected}
         problems = []
@@ -165,8 +169,10 @@ class Checkpoint(Mapping[str, Tensor]):
         for name in self:
             if name in shapes and self.shape(name) != tuple(shapes[name]):
                 wrong.setdefault((self.shape(name), tuple(shapes[name]), self.file(name).name), []).append(name)
-        for (stored, wanted, file), names in wrong.items():
+        for (stored, wanted, file), names in list(wrong.items())[:SHOWN_SHAPES]:
             problems.append(f"{_names(names)} has shape {stored} in {file}, expected {wanted}")
+        if rest := list(wrong.values())[SHOWN_SHAPES:]:
+            problems.append(f"{sum(map(len, rest))} more tensors have other shapes than expected")
         if problems:
             files = ", ".join(sorted(path.name for path in self._handles))
             raise CheckpointError(f"{self.folder} ({files}): {'; '.join(problems)}")
@@ -275,10 +281,24 @@ def _no_weights(folder: Path) -> str:
 
 
 def _names(names: Iterable[str]) -> str:
-    """All names on one line; those that differ in their layer only are written as `'layers.{0,1,7}.norm.weight'`."""
+    """The first names on one line, and how many tensors more; those that differ in their layer only are one, as in
+    `'layers.{0…3,7}.norm.weight'`."""
     grouped: dict[tuple[str, ...], list[str]] = {}
     for name in sorted(names, key=lambda name: (len(name), name)):
         head, *rest = re.split(r"(?<=\.)(\d+)(?=\.)", name, maxsplit=1)
         grouped.setdefault((head, *rest[1:]), []).extend(rest[:1])
-    layers = {parts: ",".join(found) for parts, found in grouped.items()}
-    return ", ".join(repr((f"{{{n}}}" if "," in n else n).join(parts)) for parts, n in layers.items())
+    shown = [repr(_numbers(layers).join(parts)) for parts, layers in list(grouped.items())[:SHOWN_NAMES]]
+    more = sum(max(1, len(layers)) for layers in list(grouped.values())[SHOWN_NAMES:])
+    return ", ".join(shown) + (f" and {more} more" if more else "")
+
+
+def _numbers(layers: list[str]) -> str:
+    """Numbers in rising order, three or more in a row as the first and the last; in braces if there are several."""
+    runs: list[list[str]] = []
+    for layer in layers:
+        if runs and int(layer) == int(runs[-1][-1]) + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    text = ",".join(f"{run[0]}…{run[-1]}" if len(run) > 2 else ",".join(run) for run in runs)
+    return f"{{{text}}}" if len(layers) > 1 else text

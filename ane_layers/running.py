@@ -28,15 +28,17 @@ def run(
         inputs: an `.npy` file for each input, of its declared type and shape.
         function: the package's default one if None.
         mode: arithmetic of the interpreter (see `MLProgram`).
-        output_dir: where each output is written as `NAME.npy`; made if it is not there.
+        output_dir: where each output is written as `NAME.npy`; made if it is not there, in a folder that is.
         diagnose: look for numbers that leave fp16.
 
     Returns:
         A summary that is ready for JSON, and the findings of the diagnosis.
 
     Raises:
-        ValueError: the package cannot be run, a file holds no array, or an input does not fit.
+        ValueError: the package cannot be run, a file holds no array, an input does not fit, or there is no place for the output's folder.
     """
+    if output_dir is not None:
+        check_folder(output_dir)  # before anything is run
     program = MLProgram(package, function, mode, diagnose=diagnose)
     arrays = {name: _load(name, file) for name, file in inputs.items()}
     try:
@@ -48,6 +50,14 @@ def run(
     if output_dir is not None:
         write(outputs, output_dir)
     return {"function": program.function.name, "mode": mode, "outputs": summary}, program.findings
+
+
+def check_folder(folder: Path) -> None:
+    """Whether a folder is there or can be made. Raises `ValueError`: a missing parent is a mistyped path, here as for a package."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder}: is a file, not a folder")
+    if not folder.parent.is_dir():
+        raise ValueError(f"{folder.parent}: is not a folder, so {folder.name} cannot be made there")
 
 
 def parse_inputs(texts: Sequence[str]) -> dict[str, Path]:
@@ -92,7 +102,7 @@ def write(outputs: Mapping[str, Any], folder: Path) -> list[Path]:
         # Names come from the package, which anyone may have made.
         if Path(name).name != name or name in ("", ".", "..") or "\\" in name or "\0" in name:
             raise ValueError(f"output {name!r} is no plain name, and is not written")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     return [_write(array, folder / f"{name}.npy") for name, array in arrays.items()]
 
 

@@ -279,10 +279,29 @@ def test_any_one_missing_tensor_is_named(tmp_path: Path, name: str) -> None:
     assert repr(name) in check_refusal(single(tmp_path, stored), shapes_of(tensors()))
 
 
+LAYER = {"q_proj": (3, 4), "o_proj": (4, 3), "up_proj": (5, 4), "down_proj": (4, 5), "norm": (4,)}
+
+
 def test_the_same_name_over_layers_is_listed_compactly(tmp_path: Path) -> None:
     extra = {f"model.layers.{i}.input_layernorm.weight": torch.ones(4) for i in (0, 1, 2, 3, 7, 10, 11)}
     message = check_refusal(single(tmp_path, tensors(extra)), shapes_of(tensors()))
-    assert "'model.layers.{0,1,2,3,7,10,11}.input_layernorm.weight'" in message
+    assert "'model.layers.{0…3,7,10,11}.input_layernorm.weight'" in message
+
+
+def test_a_wrong_size_is_told_in_a_short_line(tmp_path: Path) -> None:
+    """It changes the shape of every tensor of every layer."""
+    shapes = {f"model.layers.{i}.{name}.weight": shape for i in range(30) for name, shape in LAYER.items()}
+    checkpoint = single(tmp_path, {name: torch.ones(shape) for name, shape in shapes.items()})
+    wanted = {name: tuple(6 if size == 4 else size for size in shape) for name, shape in shapes.items()}
+    message = check_refusal(checkpoint, wanted)
+    assert "'model.layers.{0…29}.down_proj.weight' has shape (4, 5) in model.safetensors, expected (6, 5)" in message
+    assert "'model.layers.{0…29}.norm.weight' has shape (4,) in model.safetensors, expected (6,)" in message
+    assert message.endswith("; 90 more tensors have other shapes than expected")
+    assert len(message.replace(str(tmp_path), "")) < 300  # all of them were a thousand
+    # Missing names are cut likewise: four of five in each of 30 layers.
+    message = check_refusal(single(tmp_path, tensors()), shapes)
+    assert message.count("model.layers.{0…29}.") == 4
+    assert " and 30 more; " in message
 
 
 def test_wrong_shape_names_tensor_both_shapes_and_file(tmp_path: Path) -> None:

@@ -225,6 +225,8 @@ def test_head_sharing_is_one_flag(folder: Path, package: Path, tmp_path: Path) -
         (["run", "{package}", "--input", "inputIds"], "--input is 'inputIds', expected NAME=FILE.npy"),
         (["run", "{package}", "--input", "ids={missing}"], "cannot be read as an .npy array"),
         (["run", "{package}", "--output-dir", "{dir}/o"], "input 'inputIds' is missing, a int32[1, 1]"),
+        (["run", "{package}", "--output-dir", "{dir}/no/o"], "no: is not a folder, so o cannot be made there"),
+        (["run", "{package}", "--output-dir", "{folder}/config.json"], "config.json: is a file, not a folder"),
         (["verify", "{missing}", "{folder}"], "missing"),
         (["verify", "{package}", "{folder}", "--tokens", "33"], "tokens must be within 2 … 32"),
     ],
@@ -242,6 +244,31 @@ def test_mistakes_are_one_line_and_leave_nothing(
     assert len(errors) == 1
     assert expected in errors[0]
     assert list(out.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["convert", "model"], "ane-layers convert: missing option '--output' / '-o' (see ane-layers convert --help)"),
+        (["convert", "model", "-o"], "ane-layers: option '-o' requires an argument (see ane-layers --help)"),
+        (["inspect"], "ane-layers inspect: missing argument 'package' (see ane-layers inspect --help)"),
+        (["inspect", "p", "--jsom"], "ane-layers inspect: no such option: --jsom"),
+        (["generate", "p", "--prompt", "a", "--seed", "one"], "ane-layers generate: invalid value for '--seed'"),
+        (["convert", "m", "-o", "o", "--kv", "somehow"], "ane-layers convert: invalid value for '--kv'"),
+        (["convertt"], "ane-layers: no such command 'convertt'"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(in_process: InProcess, arguments: list[str], expected: str) -> None:
+    result = in_process(*arguments)
+    assert (result.returncode, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert line.lower().replace("`", "").startswith(f"error: {expected}".lower())
+
+
+def test_without_a_command_the_help_is_shown() -> None:
+    result = ane_layers()
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "Commands:" in result.stderr
 
 
 def test_unknown_model_type_lists_the_known_ones(in_process: InProcess, tmp_path: Path) -> None:
@@ -273,4 +300,5 @@ def test_interrupt_leaves_nothing(folder: Path, tmp_path: Path, number: signal.S
     _, errors = process.communicate(timeout=60)
     assert process.returncode == status
     assert "Traceback" not in errors
+    assert ("error: interrupted; nothing was written" in errors.splitlines()) is (number is signal.SIGINT)
     assert list(tmp_path.iterdir()) == []

@@ -165,14 +165,14 @@ def arrays(folder: Path, **values: np.ndarray) -> dict[str, Path]:
 
 def test_run_summarizes_and_writes(sums: Path, tmp_path: Path) -> None:
     files = arrays(tmp_path, x=np.array([1, 300], np.float16), n=np.array([-7], np.int32))
-    summary, findings = run(sums, files, mode="fp16", output_dir=tmp_path / "a/b", diagnose=True)
+    summary, findings = run(sums, files, mode="fp16", output_dir=tmp_path / "a", diagnose=True)
     first, second = summary["outputs"]
     assert (summary["function"], summary["mode"]) == ("main", "fp16")
     assert summary["outputs"][second] == {"dtype": "int32", "shape": [1], "min": -7, "max": -7}
     assert summary["outputs"][first] == {"dtype": "float16", "shape": [2], "min": 300.0, "max": float("inf")}
     assert [(f.type, f.kind) for f in findings] == [("mul", "overflow")]
-    assert sorted(p.name for p in (tmp_path / "a/b").iterdir()) == sorted(f"{name}.npy" for name in (first, second))
-    np.testing.assert_array_equal(np.load(tmp_path / f"a/b/{first}.npy"), np.array([300, np.inf], np.float16))
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == sorted(f"{name}.npy" for name in (first, second))
+    np.testing.assert_array_equal(np.load(tmp_path / f"a/{first}.npy"), np.array([300, np.inf], np.float16))
 
 
 BAD_FILES: dict[str, tuple[Any, str]] = {
