@@ -15,9 +15,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 DISTRIBUTION = "ane-layers"
-ABILITIES = ("convert", "inspect", "verify", "generate --runtime interpreter", "generate --runtime coreml")
-CONVERT, COREML = ABILITIES[0], ABILITIES[-1]
-INTERPRETER = ("verify", "generate --runtime interpreter")
+CONVERT, COREML = "convert", "generate --runtime coreml"
+READING = ("inspect", "analyze", "compare")
+INTERPRETER = ("verify", "run", "agree", "evaluate PACKAGE", "generate --runtime interpreter")
+# Models from folders in PyTorch alone.
+WEIGHTS = ("evaluate FOLDER", "sensitivity", "allocate", "recipes")
+PACKAGES = (CONVERT, *READING, *INTERPRETER, COREML)
+ABILITIES = (CONVERT, *READING, *INTERPRETER, *WEIGHTS, COREML)
 # EXAONE 4.0 1.2B has 1.28 G weights: 2.6 GB to download and as much to write; 5.1 GB in fp32, in which verification computes.
 DISK_GB, MEMORY_GB = 5.2, 5.2
 # Module and class of coremltools' native libraries, and what goes wrong without them.
@@ -157,7 +161,7 @@ def _native_libraries() -> Iterator[Row]:
         try:
             importlib.import_module("coremltools")
         except Exception as error:
-            yield Row("coremltools import", "fails", "problem", _short(error), ABILITIES)
+            yield Row("coremltools import", "fails", "problem", _short(error), PACKAGES)
             return
         for library, (name, without) in NATIVE.items():
             try:
@@ -201,9 +205,10 @@ def _at_least(name: str, found: float, wanted: float, purpose: str) -> Row:
 
 
 def _trial() -> Iterator[Row]:
-    """The real thing, small: one layer through torch, converter, package, reader and interpreter."""
+    """The real thing, small: one layer through torch, converter, package, reader, analysis and interpreter."""
     import torch
 
+    from ane_layers.analysis import analyze
     from ane_layers.conversion import convert
     from ane_layers.interpreter import MLProgram
     from ane_layers.layers import Linear
@@ -218,6 +223,12 @@ def _trial() -> Iterator[Row]:
             yield Row("trial conversion", "failed", "problem", _short(error), (CONVERT,))
             return
         yield Row("trial conversion", "passed")
+        try:
+            analyze(package)
+        except Exception as error:
+            yield Row("trial analysis", "failed", "problem", _short(error), READING)
+        else:
+            yield Row("trial analysis", "passed")
         try:
             actual = torch.from_numpy(MLProgram(package).predict({"x": x.numpy()})["output"])
         except Exception as error:

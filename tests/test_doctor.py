@@ -16,11 +16,13 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from ane_layers import conversion, doctor
-from ane_layers.doctor import ABILITIES, Report, Row, examine
+from ane_layers import analysis, conversion, doctor
+from ane_layers.commands import analysis as analysis_commands
+from ane_layers.commands import compression, packages, text
+from ane_layers.doctor import ABILITIES, COREML, INTERPRETER, READING, WEIGHTS, Report, Row, examine
 from ane_layers.interpreter import MLProgram
 
-ON_LINUX = [*ABILITIES[:4]]
+ON_LINUX = [ability for ability in ABILITIES if ability != COREML]
 
 
 def row(report: Report, name: str) -> Row:
@@ -60,7 +62,8 @@ def test_this_machine_converts_and_runs(on_linux: None, tmp_path: Path, monkeypa
     lines: list[str] = []
     report = examine(progress=lines.append)
     assert [row for row in report.rows if row.status == "problem"] == []
-    assert row(report, "trial conversion").found == row(report, "trial run").found == "passed"
+    for name in ("trial conversion", "trial analysis", "trial run"):
+        assert row(report, name).found == "passed"
     assert working(report) == ON_LINUX
     assert report.exit_status == 0
     assert "converting and running a small layer" in lines
@@ -68,6 +71,12 @@ def test_this_machine_converts_and_runs(on_linux: None, tmp_path: Path, monkeypa
     declared = {"torch", "numpy", "coremltools", "safetensors", "libmilstoragepython", "libmodelpackage"}
     assert declared <= {row.name for row in report.rows}
     assert "transformers" not in {row.name for row in report.rows}  # a test's, not the user's
+
+
+def test_every_command_is_spoken_of() -> None:
+    modules = (packages, analysis_commands, compression, text)
+    commands = {command.__name__ for module in modules for command in module.COMMANDS}
+    assert {ability.split()[0] for ability in ABILITIES} == commands - {"doctor"}
 
 
 def test_json_and_lines(on_linux: None) -> None:
@@ -93,7 +102,7 @@ def test_a_missing_native_library_is_told_at_the_start(
     found = row(report, library)
     assert found.status == "problem"
     assert "built for this Python and platform" in found.note
-    assert working(report) == ["inspect", "verify", "generate --runtime interpreter"]
+    assert working(report) == [*READING, *INTERPRETER, *WEIGHTS]
     assert report.exit_status == 1
     assert "trial conversion" not in {row.name for row in report.rows}
     if library == "libmilstoragepython":
@@ -112,7 +121,7 @@ def test_coremltools_that_does_not_import(on_linux: None, monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "coremltools", None)
     report = examine()
     assert row(report, "coremltools import").status == "problem"
-    assert working(report) == []
+    assert working(report) == list(WEIGHTS)
     assert report.exit_status == 1
 
 
@@ -210,6 +219,14 @@ def test_a_failed_trial_conversion_prevents_converting(on_linux: None, monkeypat
     assert report.exit_status == 1
 
 
+def test_a_failed_trial_analysis_prevents_reading(on_linux: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(analysis, "analyze", fails)
+    report = examine()
+    assert row(report, "trial analysis").found == "failed"
+    assert working(report) == [ability for ability in ON_LINUX if ability not in READING]
+    assert report.exit_status == 0
+
+
 @pytest.mark.parametrize(("changed", "found"), [(fails, "failed"), (None, "wrong")])
 def test_a_trial_run_that_fails_or_is_wrong(
     on_linux: None, monkeypatch: pytest.MonkeyPatch, changed: Callable[..., Any] | None, found: str
@@ -219,4 +236,4 @@ def test_a_trial_run_that_fails_or_is_wrong(
     monkeypatch.setattr(MLProgram, "predict", changed or off_by_one)
     report = examine()
     assert row(report, "trial run").found == found
-    assert not {"verify", "generate --runtime interpreter"} & set(working(report))
+    assert not set(INTERPRETER) & set(working(report))
