@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ane_layers.compression.budget import AllocationFigures
     from ane_layers.evaluation import Evaluation
     from ane_layers.interpreter import Finding
+    from ane_layers.rewrite import FoldedPackage
     from ane_layers.text_generation import TextGeneration
     from ane_layers.verification import Verification
 
@@ -102,6 +103,28 @@ def print_findings(findings: Sequence[Finding]) -> None:
     """A line each on stderr, infinities and NaN first: tiny numbers that vanish are seldom a fault."""
     for finding in sorted(findings, key=lambda finding: finding.kind == "subnormal"):
         err.print(f"{finding.kind}: {finding}", markup=False)
+
+
+def print_folding(result: FoldedPackage) -> None:
+    """What was folded and what was left, function by function, and how far the packages agree."""
+    for function in result.report.functions:
+        before, after = function.before, function.after
+        out.print(
+            f"{function.function}: {len(function.folded)} attentions folded; tile {before.tiles} → {after.tiles}; data only repeated "
+            f"{before.repetition_bytes / 2**20:,.2f} → {after.repetition_bytes / 2**20:,.2f} MiB; operations {before.operations:,} → "
+            f"{after.operations:,}",
+            markup=False,
+        )
+        for refused in function.refused:
+            size = "of open size" if refused.bytes is None else f"{refused.bytes:,} bytes"
+            out.print(f"  left alone: {refused.operation} ({refused.type}, {size}): {refused.reason}", markup=False)
+    if result.equality is not None:
+        for name, level in result.equality.snr_db.items():
+            agreed = "the same numbers" if level == float("inf") else f"{level:.1f} dB"
+            out.print(
+                f"{name} against the original: {agreed} ({result.equality.calls} calls, random inputs, {result.equality.mode} arithmetic)",
+                markup=False,
+            )
 
 
 def print_agreement(result: Agreement, as_json: bool) -> None:
