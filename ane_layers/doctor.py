@@ -17,7 +17,7 @@ from typing import Any, Literal
 DISTRIBUTION = "ane-layers"
 CONVERT, COREML = "convert", "generate --runtime coreml"
 READING = ("inspect", "analyze", "compare")
-INTERPRETER = ("verify", "run", "agree", "evaluate PACKAGE", "generate --runtime interpreter")
+INTERPRETER = ("verify", "run", "agree", "fold", "evaluate PACKAGE", "generate --runtime interpreter")
 # Models from folders in PyTorch alone.
 WEIGHTS = ("evaluate FOLDER", "sensitivity", "allocate", "recipes")
 PACKAGES = (CONVERT, *READING, *INTERPRETER, COREML)

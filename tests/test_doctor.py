@@ -18,7 +18,7 @@ import torch
 
 from ane_layers import analysis, conversion, doctor
 from ane_layers.commands import analysis as analysis_commands
-from ane_layers.commands import compression, packages, text
+from ane_layers.commands import compression, packages, rewriting, text
 from ane_layers.doctor import ABILITIES, COREML, INTERPRETER, READING, WEIGHTS, Report, Row, examine
 from ane_layers.interpreter import MLProgram
 
@@ -74,7 +74,7 @@ def test_this_machine_converts_and_runs(on_linux: None, tmp_path: Path, monkeypa
 
 
 def test_every_command_is_spoken_of() -> None:
-    modules = (packages, analysis_commands, compression, text)
+    modules = (packages, rewriting, analysis_commands, compression, text)
     commands = {command.__name__ for module in modules for command in module.COMMANDS}
     assert {ability.split()[0] for ability in ABILITIES} == commands - {"doctor"}
 
