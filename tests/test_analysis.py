@@ -269,6 +269,50 @@ def test_without_layers_names_only_the_lookup_is_embedding(tmp_path: Path) -> No
     assert [of_layer[name] for name in ("rows", "relu", "product")] == ["embedding", "other", "other"]
 
 
+@pytest.mark.parametrize("matrix", ["norm_weight", "columns"])
+def test_what_goes_to_a_state_is_no_head(matrix: str, tmp_path: Path) -> None:
+    """The norm of k, whose weight has lost its layer's number, or is a matrix; it gets to attention by way of the state alone."""
+    values = np.full(4, 2, F16) if matrix == "norm_weight" else np.full((3, 4), 2, F16)
+
+    def build(given: Any) -> list[Any]:
+        x = given["x"]
+        for number in range(2):
+            weight = mb.const(val=np.full((4, 4), 0.5, F16), name=f"layers_{number}_k")
+            key = mb.mul(
+                x=mb.matmul(x=x, y=weight), y=mb.const(val=values, name=f"{matrix}{number}"), name=f"k{number}"
+            )
+            begin, end = (number, 0, 0), (number + 1, 3, 4)
+            new = mb.expand_dims(x=key, axes=[0])
+            new = mb.slice_update(
+                x=mb.read_state(input=given["s"]), update=new, begin=begin, end=end, name=f"update{number}"
+            )
+            whole = mb.coreml_update_state(state=given["s"], value=new)
+            keys = mb.slice_by_index(
+                x=whole, begin=begin, end=end, squeeze_mask=(True, False, False), name=f"part{number}"
+            )
+            # The last layer's keys are for the next call.
+            if number == 0:
+                x = mb.matmul(x=mb.softmax(x=mb.matmul(x=x, y=keys, transpose_y=True)), y=keys)
+                x = mb.matmul(x=x, y=mb.const(val=np.full((4, 4), 0.5, F16), name=f"layers_{number}_o"))
+        return [mb.matmul(x=x, y=mb.const(val=np.full((4, 9), 0.5, F16), name="output"), name="logits")]
+
+    path = save_program(tmp_path / "p.mlpackage", {"x": ((3, 4), F16)}, build, {"s": ((2, 3, 4), F16)})
+    of_layer = {step.name: layer for step, layer in layers(Flow(Package.open(path).function())).items()}
+    assert [of_layer[f"{name}{n}"] for n in range(2) for name in ("k", "update")] == ["0", "0", "1", "1"]
+    assert of_layer["logits"] == "head"
+
+
+def test_integers_make_no_head(tmp_path: Path) -> None:
+    def build(values: Any) -> list[Any]:
+        x = mb.matmul(x=values["x"], y=mb.const(val=np.full((4, 4), 0.5, F16), name="layers_0_w"))
+        rows = mb.gather_nd(x=x, indices=mb.const(val=np.array([[0, 1], [1, 1]], I32), name="places"), name="picked")
+        return [mb.exp(x=rows, name="behind")]
+
+    path = save_program(tmp_path / "p.mlpackage", {"x": ((3, 4), F16)}, build)
+    of_layer = {step.name: layer for step, layer in layers(Flow(Package.open(path).function())).items()}
+    assert (of_layer["picked"], of_layer["behind"]) == ("0", "0")
+
+
 def test_two_stacks_are_told_apart(tmp_path: Path) -> None:
     def build(values: Any) -> list[Any]:
         x = values["x"]
@@ -340,6 +384,76 @@ def test_scores_of_cache_and_new_tokens_in_one_softmax(tmp_path: Path) -> None:
     model = ContextModel(Flow(Package.open(path).function()))
     assert (model.context_length, model.tokens) == (64, 3)
     assert model.at(8).kv_read == 8 * 2 * 6 * 2
+
+
+def projected(shape: tuple[int, ...], how: str) -> Callable[[Any], list[Any]]:
+    """A chunk's first projection behind a norm, and a mask, rotations and a cache that come in beside the hidden states."""
+
+    def build(values: Any) -> list[Any]:
+        x = values["x"]
+        axis = {"conv": 1}.get(how, len(shape) - 1)
+        length = mb.reduce_l2_norm(x=mb.concat(values=[x, x], axis=axis), axes=[axis], keep_dims=True)
+        x = mb.real_div(x=x, y=length)
+        if how == "conv":
+            x = mb.transpose(x=mb.conv(x=x, weight=np.ones((6, 12, 1, 1), F16)), perm=(0, 2, 3, 1))
+        elif how == "linear":
+            x = mb.linear(x=x, weight=np.ones((6, 12), F16))
+        else:
+            x = mb.matmul(x=x, y=np.ones((12, 6), F16))
+        x = mb.reshape(x=x, shape=(1, 1, -1, 6))
+        scores = mb.matmul(x=mb.mul(x=x, y=values["cos"]), y=values["k_cache"], transpose_y=True)
+        return [mb.matmul(x=mb.softmax(x=mb.add(x=scores, y=values["mask"]), axis=3), y=values["k_cache"])]
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("shape", "how", "count"),
+    [
+        ((1, 12, 1, 5), "conv", 5),
+        ((1, 12, 1, 1), "conv", 1),
+        ((1, 5, 12), "linear", 5),
+        ((1, 1, 12), "linear", 1),
+        ((5, 12), "matmul", 5),
+        ((1, 1, 5, 12), "matmul", 5),
+    ],
+)
+def test_tokens_of_a_chunk_are_those_of_its_hidden_states(
+    shape: tuple[int, ...], how: str, count: int, tmp_path: Path
+) -> None:
+    # Neither ids nor states, and inputs that no name tells apart.
+    inputs = {
+        "mask": ((1, 1, 1, 16), F16),
+        "cos": ((1, 1, 1, 6), F16),
+        "k_cache": ((1, 1, 16, 6), F16),
+        "x": (shape, F16),
+    }
+    function = Package.open(save_program(tmp_path / "p.mlpackage", inputs, projected(shape, how))).function()
+    model = ContextModel(Flow(function))
+    assert (model.tokens, model.context_length) == (count, 16)
+
+
+@pytest.mark.parametrize("slots", [16, 6])
+def test_an_update_of_all_slots_grows_with_the_context(slots: int, tmp_path: Path) -> None:
+    """Where slots and head size are equal, a new row fills one of two axes that are as long as the context."""
+
+    def build(new: int) -> Callable[[Any], list[Any]]:
+        def written(values: Any) -> list[Any]:
+            old, rows = mb.read_state(input=values["full"]), mb.exp(x=values[f"new{new}"])
+            update = mb.slice_update(x=old, update=rows, begin=(0, 0, 0, 0), end=(1, 2, new, 6))
+            key = mb.coreml_update_state(state=values["full"], value=update)
+            return [mb.softmax(x=mb.matmul(x=values["q"], y=key, transpose_y=True), axis=3)]
+
+        return written
+
+    inputs = {name: ((1, 2, size, 6), F16) for name, size in (("q", 3), ("new1", 1), (f"new{slots}", slots))}
+    builds = {"row": build(1), "all": build(slots)}
+    functions = save_functions(tmp_path / "p.mlpackage", inputs, builds, {"full": ((1, 2, slots, 6), F16)})
+    row, whole = (ContextModel(Flow(functions[name])) for name in ("row", "all"))
+    assert (row.context_length, whole.context_length) == (slots, slots)
+    assert row.at(4 * slots).kv_written == row.traffic.kv_written == 2 * 6 * 2
+    assert whole.traffic.kv_written == 2 * slots * 6 * 2
+    assert whole.at(4 * slots).kv_written == 4 * whole.traffic.kv_written
 
 
 def test_bandwidth_model_matches_the_article() -> None:
@@ -502,6 +616,9 @@ def test_a_convolutional_network_of_an_older_format(target: Any, precision: Any,
         classifier_config=ct.ClassifierConfig([f"class {number}" for number in range(5)]),
     )
     function = analyze(package)["functions"]["main"]
+    # A classifier's label and its dictionary of probabilities have no shape.
+    assert {value["dtype"] for value in function["outputs"].values()} == {"string", "dictionary"}
+    assert all(value["shape"] == [] for value in function["outputs"].values())
     size = 4 if precision is ct.precision.FLOAT32 else 2
     # The bias of the classes is too small to count in the file, and so is that of the channels.
     assert function["traffic"]["weights"] == size * (8 * 27 + 5 * 8 * 36)

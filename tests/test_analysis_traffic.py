@@ -15,7 +15,12 @@ from mil_programs import mb, quiet, save_program
 from safetensors import safe_open
 
 from ane_layers.analysis import Traffic, traffic
+from ane_layers.analysis.caches import Caches
+from ane_layers.analysis.contexts import ContextModel
+from ane_layers.analysis.flow import Flow
 from ane_layers.analysis.geometry import EXAONE4_1B
+from ane_layers.analysis.records import records
+from ane_layers.analysis.summaries import cache_table
 from ane_layers.models import Exaone4
 from ane_layers.program import Package
 
@@ -394,6 +399,159 @@ def test_cache_traffic_of_inputs_and_outputs(past: str, join: bool, is_cache: bo
     inputs: Shapes = {"q": QUERY, "new": ((1, 2, 1, 6), F16), past: STATE}
     actual = of(tmp_path, inputs, lambda values: read_only(values, past, join))
     assert (actual.kv_read, actual.kv_written) == ((LAYER, ROW) if is_cache else (0, 0))
+
+
+# Caches that come in, are changed before attention reads them, and go out.
+
+SLOTS = {"k": ((1, 2, 16, 6), F16), "v": ((1, 2, 16, 6), F16)}
+WHOLE = 2 * 2 * 16 * 6 * 2
+
+
+def attended(values: Any, k: Any, v: Any) -> list[Any]:
+    weights = mb.softmax(x=mb.add(x=mb.matmul(x=values["q"], y=k, transpose_y=True), y=values["mask"]), axis=-1)
+    return [mb.matmul(x=weights, y=v), k, v]
+
+
+def changed(change: Callable[[Any, Any, Any], Any]) -> Callable[[Any], list[Any]]:
+    """Attention over two caches, each changed by `change(values, cache, new rows)`."""
+
+    def build(values: Any) -> list[Any]:
+        new = mb.mul(x=values["new"], y=F16(0.5))
+        return attended(values, change(values, values["k"], new), change(values, values["v"], new))
+
+    return build
+
+
+def kept(values: Any) -> Any:
+    return mb.sub(x=F16(1), y=values["at"])
+
+
+def hit(values: Any) -> Any:
+    return mb.greater(x=values["at"], y=F16(0.5))
+
+
+CHANGED: dict[str, tuple[Callable[[Any, Any, Any], Any], int, int]] = {
+    # How it is changed; bytes read by attention and of new rows.
+    "multiplied and added": (
+        lambda v, old, new: mb.add(x=mb.mul(x=old, y=kept(v)), y=mb.mul(x=new, y=v["at"])),
+        WHOLE,
+        2 * ROW,
+    ),
+    "new first": (
+        lambda v, old, new: mb.add(x=mb.mul(x=v["at"], y=new), y=mb.mul(x=kept(v), y=old)),
+        WHOLE,
+        2 * ROW,
+    ),
+    "the difference added": (
+        lambda v, old, new: mb.add(x=old, y=mb.mul(x=mb.sub(x=new, y=old), y=v["at"])),
+        WHOLE,
+        2 * ROW,
+    ),
+    "selected": (lambda v, old, new: mb.select(cond=hit(v), a=new, b=old), WHOLE, 2 * ROW),
+    "selected, written out before": (
+        lambda v, old, new: mb.select(cond=hit(v), a=mb.tile(x=new, reps=(1, 1, 16, 1)), b=old),
+        WHOLE,
+        2 * ROW,
+    ),
+    "updated": (
+        lambda v, old, new: mb.slice_update(x=old, update=new, begin=(0, 0, 3, 0), end=(1, 2, 4, 6)),
+        WHOLE,
+        2 * ROW,
+    ),
+    # The oldest row leaves, where it is joined.
+    "moved on": (
+        lambda v, old, new: mb.concat(
+            values=[mb.slice_by_index(x=old, begin=(0, 0, 1, 0), end=(1, 2, 16, 6)), new], axis=2
+        ),
+        WHOLE // 16 * 15,
+        2 * ROW,
+    ),
+    # A product of its own gives the rows: which of them are new does not show, so all are.
+    "added by a product": (
+        lambda v, old, new: mb.add(x=mb.mul(x=old, y=kept(v)), y=mb.matmul(x=v["at"], y=new)),
+        WHOLE,
+        WHOLE,
+    ),
+}
+ATTENDED: Shapes = {
+    **SLOTS,
+    "q": QUERY,
+    "new": ((1, 2, 1, 6), F16),
+    "at": ((1, 1, 16, 1), F16),
+    "mask": ((1, 1, 1, 16), F16),
+}
+
+
+@pytest.fixture(scope="module")
+def changes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    builds = {name: changed(change) for name, (change, *_) in CHANGED.items()}
+    # The same into states.
+    for name, (change, *_) in CHANGED.items():
+
+        def build(values: Any, change: Any = change) -> list[Any]:
+            new = mb.mul(x=values["new"], y=F16(0.5))
+            caches = []
+            for state in ("ks", "vs"):
+                value = change(values, mb.read_state(input=values[state]), new)
+                caches.append(mb.coreml_update_state(state=values[state], value=value))
+            return attended(values, *caches)[:1]
+
+        builds[f"{name}, states"] = build
+    path = tmp_path_factory.mktemp("changes") / "p.mlpackage"
+    return save_functions(path, ATTENDED, builds, {"ks": SLOTS["k"], "vs": SLOTS["v"]})
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_cache_is_followed_through_its_change(name: str, changes: dict[str, Any]) -> None:
+    _, kv_read, kv_written = CHANGED[name]
+    actual = traffic(changes[name])
+    assert (actual.kv_read, actual.kv_written) == (kv_read, kv_written)
+    assert {cache["name"] for cache in cache_table(Caches(Flow(changes[name]))) if cache["kind"] == "input"} == {
+        "k",
+        "v",
+    }
+    model = ContextModel(Flow(changes[name]))
+    assert model.context_length == 16
+    written = kv_written if kv_written < WHOLE else 2 * kv_written
+    assert model.at(32).kv_written == written
+    assert model.at(32).kv_read == 2 * kv_read
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_state_is_followed_through_its_change(name: str, changes: dict[str, Any]) -> None:
+    _, kv_read, kv_written = CHANGED[name]
+    actual = traffic(changes[f"{name}, states"])
+    joined = name == "moved on"  # joined, then written, then read by attention
+    assert (actual.kv_read, actual.kv_written) == (kv_read + joined * WHOLE, kv_written)
+    assert ContextModel(Flow(changes[f"{name}, states"])).context_length == 16
+
+
+def test_what_a_mask_write_moves_is_materialised(changes: dict[str, Any]) -> None:
+    cache, row, mask = WHOLE // 2, ROW, 16 * 2
+    of_step = {record.name: record for record in records(Flow(changes["multiplied and added"]))}
+    written = [record for record in of_step.values() if record.written == cache]
+    # For each cache: the kept part, the spread rows, their sum; and identities that name the outputs.
+    assert sorted((record.type, record.read) for record in written) == sorted(
+        2 * [("mul", cache + mask), ("mul", row + mask), ("add", 2 * cache), ("identity", cache)]
+    )
+    # Every share is that of an operation which attends or writes, not of the mask's arithmetic.
+    assert {record.type for record in of_step.values() if record.kv_read} == {"matmul"}
+
+
+def test_rotations_and_gates_are_no_mask_writes(tmp_path: Path) -> None:
+    def rotated(values: Any, x: Any) -> Any:
+        first, second = mb.split(x=x, num_splits=2, axis=3)
+        turned = mb.concat(values=[mb.mul(x=second, y=F16(-1)), first], axis=3)
+        return mb.add(x=mb.mul(x=x, y=values["cos"]), y=mb.mul(x=turned, y=values["sin"]))
+
+    def build(values: Any) -> list[Any]:
+        query, key = rotated(values, values["a"]), rotated(values, values["b"])
+        return [mb.softmax(x=mb.matmul(x=query, y=key, transpose_y=True), axis=-1)]
+
+    rows = ((1, 2, 5, 6), F16)
+    table = ((1, 1, 5, 6), F16)
+    actual = of(tmp_path, {"a": rows, "b": rows, "cos": table, "sin": table}, build)
+    assert (actual.kv_read, actual.kv_written) == (0, 0)
 
 
 def test_masks_queries_and_rotations_are_no_caches(tmp_path: Path) -> None:

@@ -45,6 +45,26 @@ def bordered(values: Any) -> list[Any]:
     return [mb.cast(x=mb.exp(x=mb.cast(x=values["x"], dtype="fp16")), dtype="fp32")]
 
 
+def turned(*dtypes: str, before: Any = None, operation: Any = mb.cos) -> Any:
+    """The cosine of positions times frequencies: positions in the first type, angles in the last."""
+
+    def build(values: Any) -> list[Any]:
+        positions = mb.cast(x=before(values["positions"]) if before else values["positions"], dtype=dtypes[0])
+        frequencies = np.array([[1.0, 0.1, 0.01]], np.float32 if dtypes[0] == "fp32" else HALF)
+        angles = mb.matmul(x=mb.expand_dims(x=positions, axes=[1]), y=frequencies)
+        for dtype in dtypes[1:]:
+            angles = mb.cast(x=angles, dtype=dtype)
+        return [mb.cast(x=operation(x=mb.concat(values=[angles, angles], axis=1)), dtype="fp16")]
+
+    return build
+
+
+def looked_up(values: Any) -> list[Any]:
+    rows = mb.gather(x=np.linspace(0, 3, 24).reshape(8, 3).astype(HALF), indices=values["positions"], axis=0)
+    return [mb.cos(x=rows)]
+
+
+POSITIONS = ("int32", (4,))
 FP32 = ("fp32", X)
 INFINITY = -np.inf
 
@@ -73,6 +93,14 @@ FIRES = {
         Fires(program(norm(-0.5), x=X), 1, ["exponent -0.5"]),
         Fires(program(norm(0.5), x=X), 1, ["exponent 0.5"]),
     ],
+    "angles-in-fp16": [
+        Fires(program(turned("fp16"), positions=POSITIONS), 1, ["cos_0 (cos) fp16[4, 6] of positions int32[4]"]),
+        Fires(program(turned("fp16", operation=mb.sin), positions=POSITIONS), 1, ["sin_0 (sin)"]),
+        Fires(program(turned("fp16", before=lambda p: mb.add(x=p, y=np.int32(1))), positions=POSITIONS), 1, ["add_0"]),
+        # The angle is rounded last, or the position first.
+        Fires(program(turned("fp32", "fp16"), positions=POSITIONS), 1),
+        Fires(program(turned("fp16", "fp32"), positions=POSITIONS), 1),
+    ],
     "offset-slice-on-last-axis": [
         Fires(program(sliced([0, 0, 0, 2]), x=X), 1, ["slice_by_index_0 (slice_by_index) of fp16[1, 2, 8, 4] from 2"]),
         Fires(program(sliced([0, 0, 0, -1], end_mask=[True] * 4), x=X), 1, ["from -1"]),
@@ -84,6 +112,9 @@ SILENT = {
     "fp32-operation": [program(bordered, x=FP32), program(one(lambda x: mb.exp(x=x)), x=X)],
     "fp32-constant": [
         program(one(lambda x: mb.add(x=x, y=HALF(2))), x=X),
+        # Settings, though of fp32: what coremltools writes beside fp16 values.
+        program(one(lambda x: mb.rsqrt(x=x, epsilon=np.float32(1e-12))), x=FP32),
+        program(one(lambda x: mb.inverse(x=x, epsilon=np.float32(1e-4))), x=FP32),
         program(one(lambda x: mb.upsample_nearest_neighbor(x=x, scale_factor_height=np.float32(2.0))), x=X),
         program(bordered, x=FP32),
     ],
@@ -97,6 +128,12 @@ SILENT = {
         program(one(lambda x: mb.pow(x=x, y=HALF(3))), x=X),
         program(one(lambda x: mb.pow(x=x, y=HALF(0.5))), x=X),
         program(one(lambda x: mb.mul(x=x, y=x)), x=X),
+    ],
+    "angles-in-fp16": [
+        program(turned("fp32"), positions=POSITIONS),
+        program(looked_up, positions=POSITIONS),
+        program(one(lambda x: mb.cos(x=x)), x=X),
+        program(lambda v: [mb.mul(x=v["x"], y=mb.cos(x=np.ones(X, HALF)))], x=X),
     ],
     "offset-slice-on-last-axis": [
         program(sliced([0, 1, 4, 0]), x=X),

@@ -14,6 +14,7 @@ mb = mil.Builder
 
 HALF = np.float16
 X = (1, 2, 8, 4)
+WIDE = (1, 2, 64, 32)
 
 
 def one(operation: Any) -> Any:
@@ -121,17 +122,28 @@ IDS = ("int32", (1, 3))
 
 FIRES = {
     "repeated-data": [
-        Fires(program(tiled_input, x=X), 1, ["tile_0 (tile) fp16[1, 6, 8, 4], 384 bytes"]),
-        Fires(program(one(lambda x: mb.concat(values=[(y := mb.exp(x=x)), y], axis=1)), x=X), 1, ["256 bytes"]),
+        Fires(program(tiled_input, x=WIDE), 1, ["tile_0 (tile) fp16[1, 6, 64, 32], 24,576 bytes"]),
+        Fires(program(one(lambda x: mb.concat(values=[(y := mb.exp(x=x)), y], axis=1)), x=WIDE), 1, ["16,384 bytes"]),
         Fires(
-            program(lined_up, x=(1, 1, 24, 4), mask=(1, 1, 8, 4)),
+            program(lined_up, x=(1, 1, 96, 32), mask=(1, 1, 32, 32)),
             1,
-            ["192 bytes"],
+            ["6,144 bytes"],
             expected="the input mask is lined up once a call, as a mask for 2 operations",
         ),
-        Fires(program(lined_up_in_each_layer, x=(1, 1, 24, 4), mask=(1, 1, 8, 4)), 2),
-        Fires(program(cache_in_each_layer, x=X, mask=X), 2),
-        Fires(program(only_cache, x=(1, 6, 3, 4), cache=X), 1, ["384 bytes"]),
+        Fires(program(lined_up_in_each_layer, x=(1, 1, 96, 32), mask=(1, 1, 32, 32)), 2),
+        Fires(program(cache_in_each_layer, x=WIDE, mask=WIDE), 2),
+        Fires(program(only_cache, x=(1, 6, 3, 32), cache=WIDE), 1, ["24,576 bytes"]),
+        # Little in each layer, but not in all.
+        Fires(program(lined_up_in_each_layer, x=(1, 1, 96, 16), mask=(1, 1, 32, 16)), 2, ["3,072 bytes"]),
+        Fires(program(one(lambda x: mb.tile(x=x, reps=[1, 2, 1, 1])), x=(1, 1, 32, 32)), 1, ["4,096 bytes"]),
+    ],
+    "little-repeated-data": [
+        # The smallest that a converter of others repeats: cosines of one token.
+        Fires(
+            program(one(lambda x: mb.concat(values=[(y := mb.exp(x=x)), y], axis=3)), x=(1, 1, 1, 32)), 1, ["128 bytes"]
+        ),
+        Fires(program(one(lambda x: mb.tile(x=x, reps=[1, 2, 1, 1])), x=(1, 1, 31, 33)), 1, ["4,092 bytes"]),
+        Fires(program(lined_up, x=(1, 1, 24, 4), mask=(1, 1, 8, 4)), 1, ["192 bytes"], expected="the input mask"),
     ],
     "linear-instead-of-conv": [
         Fires(program(projections, x=X), 3, ["linear_0 (linear) fp16[1, 2, 8, 6], weight [6, 4]"])
@@ -158,8 +170,13 @@ FIRES = {
 
 SILENT = {
     "repeated-data": [
-        program(one(lambda x: mb.concat(values=[mb.exp(x=x), mb.log(x=x, epsilon=HALF(0))], axis=1)), x=X),
-        program(one(lambda x: mb.concat(values=[x, np.ones(X, HALF)], axis=1)), x=X),
+        program(one(lambda x: mb.concat(values=[mb.exp(x=x), mb.log(x=x, epsilon=HALF(0))], axis=1)), x=WIDE),
+        program(one(lambda x: mb.concat(values=[x, np.ones(WIDE, HALF)], axis=1)), x=WIDE),
+        program(one(lambda x: mb.tile(x=x, reps=[1, 2, 1, 1])), x=(1, 1, 31, 33)),
+    ],
+    "little-repeated-data": [
+        program(one(lambda x: mb.concat(values=[x, mb.exp(x=x)], axis=1)), x=X),
+        program(one(lambda x: mb.tile(x=x, reps=[1, 2, 1, 1])), x=(1, 1, 32, 32)),
     ],
     "linear-instead-of-conv": [
         program(lambda v: [mb.matmul(x=v["x"], y=v["x"], transpose_y=True)], x=X),

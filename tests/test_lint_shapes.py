@@ -85,6 +85,26 @@ def token(values: Any) -> list[Any]:
     return [mb.exp(x=mb.reshape(x=rows, shape=[1, 6, 1, -1]))]
 
 
+def layer_of_one(shape: tuple[int, ...], axis: int) -> Any:
+    """Hidden states of others' layout, turned for a convolution behind a norm."""
+
+    def build(values: Any) -> list[Any]:
+        x = values["x"]
+        total = mb.reduce_sum(x=mb.mul(x=x, y=x), axes=[axis], keep_dims=True)
+        x = mb.reshape(x=mb.mul(x=x, y=mb.rsqrt(x=total, epsilon=np.float16(0))), shape=[shape[0], -1, 1, 1])
+        return [mb.conv(x=x, weight=np.ones((9, 24, 1, 1), np.float16))]
+
+    return build
+
+
+def scores(values: Any) -> list[Any]:
+    """A query against the cache, and against the one new key."""
+    query, key = mb.exp(x=values["query"]), mb.exp(x=values["key"])
+    rows = mb.gather(x=np.ones((7, 6), np.float16), indices=values["ids"], axis=0)
+    parts = [mb.matmul(x=query, y=part, transpose_y=True) for part in (mb.read_state(input=values["cache"]), key)]
+    return [mb.softmax(x=mb.concat(values=[parts[0], mb.mul(x=parts[1], y=np.float16(2))], axis=3), axis=3), rows]
+
+
 def joined(arithmetic: bool, pieces: int, size: int) -> Any:
     """A head in pieces, whose results are put next to each other at the end."""
 
@@ -113,6 +133,18 @@ FIRES = {
         Fires(program(last_position, x=(1, 6, 1, 5)), 2, expected="single position"),
         Fires(program(token, ids=("int32", (1, 1))), 3, expected="one token a call (ids int32[1, 1])"),
         Fires(program(exp, x=(1, 24, 1, 1)), 2, expected="one position a call (x fp16[1, 24, 1, 1])"),
+        # Others' layouts of one token, and the reverse: as many as a block has.
+        Fires(program(layer_of_one((1, 1, 24), 2), x=(1, 1, 24)), 5, expected="one position a call (x fp16[1, 1, 24])"),
+        Fires(program(layer_of_one((1, 24), 1), x=(1, 24)), 5, expected="one position a call (x fp16[1, 24])"),
+        Fires(program(layer_of_one((5, 24), 1), x=(5, 24)), 3),
+        Fires(
+            program(scores, {"cache": (1, 2, 8, 6)}, ids=("int32", (1, 1)), query=(1, 2, 4, 6), key=(1, 2, 1, 6)),
+            2,
+            ["matmul_1 (matmul) fp16[1, 2, 4, 1]", "mul_0 (mul)"],
+            expected="one score against the one new key",
+        ),
+        # Five tokens' scores against one key: of what, does not show.
+        Fires(program(scores, {"cache": (1, 2, 8, 6)}, ids=("int32", (1, 5)), query=(1, 2, 4, 6), key=(1, 2, 1, 6)), 2),
         # The rows of a product, not of a reduction; a column of 2 × 12 that no single token explains.
         Fires(program(lambda v: [mb.matmul(x=v["x"], y=v["y"])], x=(1, 2, 12, 8), y=(1, 2, 8, 1)), 2),
         Fires(program(lambda v: [mb.exp(x=v["keys"])], ids=("int32", (1, 1)), keys=(1, 2, 12, 1)), 2),

@@ -6,14 +6,15 @@ context, and neither do rows that are written.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ane_layers.analysis.caches import Access, Caches
+from ane_layers.analysis.accesses import Access
+from ane_layers.analysis.caches import Caches
 from ane_layers.analysis.flow import Datum, Flow, Step
-from ane_layers.analysis.layers import embedding
 from ane_layers.analysis.movement import data_of, repeats, root
+from ane_layers.analysis.tokens import tokens
 from ane_layers.analysis.traffic import Traffic, output_bytes, traffic_of
 
 CONTEXTS = tuple(1 << power for power in range(9, 17))
@@ -47,7 +48,8 @@ class ContextModel:
     def __init__(self, flow: Flow) -> None:
         self._flow = flow
         self.traffic = traffic_of(flow)
-        self.tokens = _tokens(flow)
+        taken = tokens(flow)
+        self.tokens = taken.count if taken is not None else None
         caches = Caches(flow)
         lengths = _softmax_lengths(flow)
         reads = [(read, self._slots(read, lengths)) for read in caches.reads()]
@@ -57,9 +59,9 @@ class ContextModel:
         self.tokens = self.tokens or self._written_tokens(caches)
         self._kv_read = [_Sized(read.bytes or 0, slots) for read, slots in reads]
         slots_of = {(read.step, read.datum): slots for read, slots in reads}
+        lengths_of = {read.source: slots for read, slots in reads if slots is not None}
         self._kv_written = [
-            _Sized(write.bytes or 0, None if caches.in_place(write.step) else self._axis(write.datum))
-            for write in caches.writes()
+            _Sized(write.bytes or 0, self._written_slots(write, lengths_of)) for write in caches.writes()
         ]
         self._repetition = [
             _Sized(output_bytes(step) or 0, self._repeated_slots(step, slots_of))
@@ -98,20 +100,32 @@ class ContextModel:
         shape = _shape(read.datum)
         axis = read.step.one("axis")
         if read.step.type == "concat" and axis is not None:
-            for size, joined in zip(_at(shape, axis), _at(_shape(read.step.outputs[0]), axis), strict=False):
+            whole = (_shape(read.step.outputs[0]), _shape(read.source))
+            for size, joined, held in zip(_at(shape, axis), *(_at(it, axis) for it in whole), strict=False):
                 if joined in lengths:
-                    return size
+                    # A cache that moves on leaves its oldest rows out, and is as long as before.
+                    return joined if joined == held else size
         sizes = [size for size in shape if size is not None]
         return max((size for size in sizes if size in lengths or size + (self.tokens or 0) in lengths), default=None)
 
     def _written_tokens(self, caches: Caches) -> int | None:
         """How many slots an update of a cache fills."""
         for write in caches.writes():
-            cache, new = _shape(write.source), _shape(write.datum)
-            for size, slots in zip(new, cache, strict=False):
-                if slots == self.context_length and len(new) == len(cache) and size is not None:
-                    return size
+            for cache, new in _put_in(write):
+                for size, slots in zip(new, cache, strict=False):
+                    if slots == self.context_length and len(new) == len(cache) and size is not None:
+                        return size
         return None
+
+    def _written_slots(self, write: Access, lengths_of: Mapping[Datum | None, int]) -> int | None:
+        """Slots of the cache if a write fills all of them; None where it puts in rows."""
+        slots = lengths_of.get(write.source, self.context_length)
+        for cache, new in _put_in(write):
+            # Another axis may be as long as that of the slots, so all of them must be filled.
+            whole = [axis for axis in range(-len(cache), 0) if cache[axis] == slots]
+            if not whole or any(axis < -len(new) or new[axis] != slots for axis in whole):
+                return None
+        return slots
 
     def _axis(self, datum: Datum) -> int | None:
         """The context length if the value has an axis that long."""
@@ -122,6 +136,12 @@ class ContextModel:
         if data is not None and (step, data) in slots_of:
             return slots_of[step, data]
         return self._axis(step.outputs[0]) if self.context_length is not None else None
+
+
+def _put_in(write: Access) -> list[tuple[tuple[int | None, ...], tuple[int | None, ...]]]:
+    """The shape of a cache, with the shape of each value that is put into it."""
+    cache = _shape(write.datum if write.source is None else write.source)
+    return [(cache, _shape(new)) for new in write.rows or (write.datum,)]
 
 
 def _softmax_lengths(flow: Flow) -> set[int]:
@@ -144,16 +164,6 @@ def _lengths(step: Step) -> Iterator[int | None]:
 def _at(shape: tuple[int | None, ...], axes: Datum) -> Iterator[int | None]:
     """The sizes of constant axes. One that is not there is for the interpreter to refuse."""
     yield from (shape[axis] for axis in axes.numbers or () if -len(shape) <= axis < len(shape))
-
-
-def _tokens(flow: Flow) -> int | None:
-    """New tokens of a call: ids that are looked up in the embedding, else columns of the hidden states that come in."""
-    lookup = embedding(flow)
-    indices = lookup.one("indices") if lookup is not None else None
-    if indices is not None:
-        return indices.elements
-    hidden = _shape(flow.inputs.get("hiddenStates"))
-    return hidden[-1] if hidden else None
 
 
 def _shape(datum: Datum | None) -> tuple[int | None, ...]:

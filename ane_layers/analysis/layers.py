@@ -6,8 +6,9 @@ the layer of its users if that is a single one (a slice of the cache, its positi
 positions for all layers).
 
 Two regions are not numbered. "embedding" begins at the largest table that is looked up before any layer (tables of positions, which
-rotary embedding reads, aside). "head" begins behind the last layer at the first operation that reads a matrix, or a weight called a norm's,
-without a layer's number in its name; or at a weight that is named like a head.
+rotary embedding reads, aside). "head" begins behind the last layer at the first operation that reads a matrix (not one of integers), or a
+weight called a norm's, without a layer's number in its name; or at a weight that is named like a head. What goes to a state is not behind
+the last layer, for layers read it.
 
 What that cannot know: a norm in front of a layer whose weight has lost its name counts to the layer before.
 """
@@ -48,15 +49,16 @@ def layers(flow: Flow) -> dict[Step, str]:
     return {step: _label(levels[step], names) for step in flow.steps}
 
 
-def embedding(flow: Flow) -> Step | None:
-    """The lookup that turns tokens into vectors: one with such a name, else the largest table that is looked up; None without any."""
+def embedding(flow: Flow, *, named: bool = False) -> Step | None:
+    """The lookup that turns tokens into vectors: one with such a name, else (unless it must be `named`) the largest table that is looked
+    up; None without any."""
     found: list[tuple[bool, int, int, Step]] = []
     for number, step in enumerate(flow.steps):
         table = data_of(step) if step.type in LOOKUPS else None
         if table is None or root(table).constant is None:
             continue
         name = root(table).name
-        if _EMBEDDING_NAME.search(name) or not _POSITIONS.search(name):
+        if _EMBEDDING_NAME.search(name) or not (named or _POSITIONS.search(name)):
             found.append((bool(_EMBEDDING_NAME.search(name)), table.elements or 0, -number, step))
     return max(found, key=lambda entry: entry[:3])[3] if found else None
 
@@ -83,8 +85,8 @@ def _names(step: Step) -> Iterator[str]:
 
 
 def _leads_to_layers(flow: Flow, named: dict[Step, Level | None]) -> set[Step]:
-    """Steps that a numbered layer depends on."""
-    leading: set[Step] = set()
+    """Steps that a numbered layer depends on, in this call or, by way of a state, in the next one."""
+    leading = {step for step in flow.steps if step.type == "write_state"}
     for step in reversed(flow.steps):
         users = [user for output in step.outputs for user in output.users]
         if any(user in leading or named[user] is not None for user in users):
@@ -135,7 +137,9 @@ def _is_head(step: Step, behind_layers: bool) -> bool:
 
 def _is_matrix(datum: Datum) -> bool:
     type_ = datum.type
-    return isinstance(type_, TensorType) and sum(size is None or size > 1 for size in type_.shape) >= 2
+    if not isinstance(type_, TensorType) or "int" in type_.dtype:
+        return False
+    return sum(size is None or size > 1 for size in type_.shape) >= 2
 
 
 def _label(level: Level | None, stacks: dict[int, str]) -> str:

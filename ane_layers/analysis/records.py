@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
-from ane_layers.analysis.caches import Access, Caches
+from ane_layers.analysis.accesses import Access
+from ane_layers.analysis.caches import Caches
 from ane_layers.analysis.flow import Datum, Flow, Step
 from ane_layers.analysis.layers import layers
 from ane_layers.analysis.movement import SELECTIONS, UPDATES, VIEWS, data_of, is_copy, new_data_of, reads, repeats, root

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
-from ane_layers.analysis.caches import Access, Caches
+from ane_layers.analysis.accesses import Access
+from ane_layers.analysis.caches import Caches
 from ane_layers.analysis.flow import Datum, Flow
 from ane_layers.analysis.layers import OTHER, layers
 from ane_layers.analysis.movement import VIEWS

@@ -8,8 +8,9 @@ import numpy as np
 
 from ane_layers.analysis.flow import Datum, Step
 from ane_layers.analysis.lint.finding import Case
-from ane_layers.analysis.lint.graph import Graph, byte_size, is_float, plain, shape_of, shown
+from ane_layers.analysis.lint.graph import Graph, byte_size, is_float, name_of, plain, shape_of, shown
 from ane_layers.analysis.lint.registry import rule
+from ane_layers.analysis.movement import LOOKUPS
 
 # Nearer to fp16's lowest value (-65504), a score of a few hundred below zero ends at -inf.
 _LOWEST_MASK = -65_000.0
@@ -46,13 +47,18 @@ def _fp32_operation(graph: Graph) -> Iterator[Case]:
     chips="all",
     source="Apple's coreai-models authoring rules",
     reason="A single fp32 literal gives an fp32 buffer, which the engine does not take, and splits the graph.",
-    remedy="Store constants in fp16. The scale factors of resizing operations are not counted.",
+    remedy="Store constants in fp16. Settings are not counted: a scalar epsilon, which coremltools gives every rsqrt and inverse, and the "
+    "scale factors of resizing operations.",
 )
 def _fp32_constant(graph: Graph) -> Iterator[Case]:
     for step in graph.steps:
         if step.type.startswith(_SETTINGS):
             continue
-        constants = [datum for _, datum in step.given() if datum.constant is not None and _is_fp32(datum)]
+        constants = [
+            datum
+            for parameter, datum in step.given()
+            if datum.constant is not None and _is_fp32(datum) and not (parameter == "epsilon" and datum.elements == 1)
+        ]
         if constants:
             worst = max(constants, key=byte_size)
             yield Case(name=step.name, text=f"{step.name} ({step.type}) takes {worst.tensor}", size=byte_size(worst))
@@ -99,6 +105,23 @@ def _pow_in_norm(graph: Graph) -> Iterator[Case]:
 
 
 @rule(
+    id="angles-in-fp16",
+    title="sines and cosines of angles that are worked out in fp16 from positions",
+    severity="warning",
+    confidence="high",
+    chips="all",
+    source="the format: 11 significant bits; openvino issue 33214",
+    reason="Whole numbers above 2,048 are not all fp16 numbers, and neither are the angles: later positions turn to others.",
+    remedy="Look rows of tables up that were computed in fp32, pass cosines and sines in, or work the angles out in fp32.",
+)
+def _angles_in_fp16(graph: Graph) -> Iterator[Case]:
+    for step in graph.of_type("cos", "sin"):
+        position = _position_in_fp16(step.one("x"))
+        if position is not None:
+            yield Case(name=step.name, text=f"{shown(step)} of {position}", size=byte_size(step.outputs[0]))
+
+
+@rule(
     id="offset-slice-on-last-axis",
     title="slices that begin past the start of the last axis",
     severity="info",
@@ -118,6 +141,28 @@ def _offset_slice_on_last_axis(graph: Graph) -> Iterator[Case]:
         if offset and not masked and shape_of(data)[-1] != 1:
             text = f"{step.name} ({step.type}) of {data.tensor} from {offset}"
             yield Case(name=step.name, text=text, size=byte_size(data))
+
+
+def _position_in_fp16(angle: Datum | None) -> str | None:
+    """The integer that an angle is worked out from by way of fp16; None where it is not, or only by way of fp32."""
+    left = [(angle, False)] if angle is not None else []
+    seen = set(left)
+    while left:
+        datum, narrowed = left.pop()
+        if datum.tensor is None or datum.constant is not None:
+            continue
+        if "int" in datum.tensor.dtype:
+            if narrowed:
+                return f"{name_of(datum)} {datum.tensor}"
+            continue
+        narrowed = narrowed or datum.tensor.dtype == "fp16"
+        # Within a period an angle is small again. What is looked up does not come from its index by arithmetic.
+        if datum.step is None or datum.step.type in ("floor_div", "mod", *LOOKUPS):
+            continue
+        before = {(given, narrowed) for _, given in datum.step.given()} - seen
+        seen |= before
+        left += before
+    return None
 
 
 def _is_fp32(datum: Datum) -> bool:

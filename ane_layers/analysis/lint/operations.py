@@ -18,6 +18,9 @@ _SHORT_INDICES = ("int8", "uint8", "int16", "uint16")
 _INT16_LIMIT = 32_767
 _MASKING = ("add", "mul", "select", "sub")
 
+# What a hidden state of 2,048 channels takes in fp16: every operation of a layer writes and reads as much for one token.
+_WORTH_A_WARNING = 4096
+
 # A mask, cosines and sines, for each kind of layer; repetition in every layer is more.
 _ONCE_A_CALL = 6
 
@@ -30,17 +33,27 @@ _ONCE_A_CALL = 6
     chips="all; measured on a phone in the article: 20.39 instead of 54.30 tok/s",
     source="the article on folded queries that this project implements; the shapes in the file",
     reason="The repeated tensor is written out and read again: for grouped attention the cache, times the group size, in every layer.",
-    remedy="Fold the queries instead of repeating K and V.",
+    remedy=f"Fold the queries instead of repeating K and V. Less than {_WORTH_A_WARNING:,} bytes in all are little-repeated-data.",
 )
 def _repeated_data(graph: Graph) -> Iterator[Case]:
-    repeating = [step for step in graph.steps if repeats(step) and step.outputs]
-    joined = Counter(value for step in repeating for value in set(step.inputs.get("values", ())))
-    for step in repeating:
-        once = all(joined[value] == 1 for value in step.inputs.get("values", ()))
-        reason = _lined_up_once(graph, step) if once and len(repeating) <= _ONCE_A_CALL else None
-        size = byte_size(step.outputs[0])
-        text = f"{shown(step)}, {size:,} bytes" if size else shown(step)
-        yield Case(name=step.name, text=text, size=size, expected=reason)
+    if not _is_little(graph):
+        yield from _repetitions(graph)
+
+
+@rule(
+    id="little-repeated-data",
+    title="operations that only repeat data, and little of it",
+    severity="info",
+    confidence="high",
+    chips="all",
+    source="the shapes in the file",
+    reason=f"All that the function repeats is less than {_WORTH_A_WARNING:,} bytes, what one token's hidden state of 2,048 channels takes "
+    "and every operation of a layer moves; from there on see repeated-data.",
+    remedy="Nothing for its bytes. Broadcasting spares the operation.",
+)
+def _little_repeated_data(graph: Graph) -> Iterator[Case]:
+    if _is_little(graph):
+        yield from _repetitions(graph)
 
 
 @rule(
@@ -162,6 +175,23 @@ def _gather_index_overflow(graph: Graph) -> Iterator[Case]:
             if length - 1 > np.iinfo(dtype).max and dtype in _passed_through(indices):
                 yield Case(name=step.name, text=f"{shown(step)} from an axis of {length:,} by {dtype}", size=length)
                 break
+
+
+def _is_little(graph: Graph) -> bool:
+    """Whether all repeated data together is small; what is of unknown size is not."""
+    sizes = [datum.bytes for step in graph.steps if repeats(step) for datum in step.outputs]
+    return None not in sizes and sum(size or 0 for size in sizes) < _WORTH_A_WARNING
+
+
+def _repetitions(graph: Graph) -> Iterator[Case]:
+    repeating = [step for step in graph.steps if repeats(step) and step.outputs]
+    joined = Counter(value for step in repeating for value in set(step.inputs.get("values", ())))
+    for step in repeating:
+        once = all(joined[value] == 1 for value in step.inputs.get("values", ()))
+        reason = _lined_up_once(graph, step) if once and len(repeating) <= _ONCE_A_CALL else None
+        size = byte_size(step.outputs[0])
+        text = f"{shown(step)}, {size:,} bytes" if size else shown(step)
+        yield Case(name=step.name, text=text, size=size, expected=reason)
 
 
 def _weight(step: Step) -> Datum | None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Container
 
+from ane_layers.analysis.caches import Caches
 from ane_layers.analysis.flow import Datum, Step
 from ane_layers.analysis.lint.graph import Graph, is_float, shape_of
-from ane_layers.analysis.movement import JOINS, SELECTIONS, data_of
+from ane_layers.analysis.movement import JOINS, SELECTIONS, data_of, root
+from ane_layers.analysis.tokens import tokens
 
 _ELEMENTWISE = frozenset(
     {"add", "cast", "exp", "identity", "inverse", "log", "maximum", "minimum", "mul", "pow"}
@@ -15,12 +17,13 @@ _ELEMENTWISE = frozenset(
 
 def expected_singletons(graph: Graph) -> dict[Datum, str]:
     """Values with a last axis of 1 that something explains, each with what does: the hidden states of a single token and parts of
-    them, the result of a reduction over the last axis and what is worked out with it element by element, and a single position on its way
-    to the outputs."""
+    them, its score against the one new key, the result of a reduction over the last axis, what is worked out with these element by element,
+    and a single position on its way to the outputs."""
     token = _one_token(graph)
     widest = max(
         (datum.elements or 0 for step in graph.steps for datum in step.outputs if _is_vector(datum)), default=0
     )
+    cached = Caches(graph.flow).parts
     expected: dict[Datum, str] = {}
     vectors: set[Datum] = set()  # of a single position
     for step in graph.steps:
@@ -36,19 +39,27 @@ def expected_singletons(graph: Graph) -> dict[Datum, str]:
                 expected[datum] = f"{token}; what is cut from them is no larger than they are, and padded once a layer"
             elif token is not None and step.type in JOINS and _follows(step, expected):
                 expected[datum] = f"{token}; parts of them are joined once a call"
-            elif _reduces(step) or (step.type in _ELEMENTWISE and _follows(step, expected)):
+            elif token is not None and _scores_one_key(step, cached):
+                expected[datum] = f"{token}; a query has one score against the one new key"
+            elif _reduces(step):
                 expected[datum] = "a reduction over the last axis leaves 1 there"
+            elif step.type in _ELEMENTWISE and _follows(step, expected):
+                expected[datum] = next(expected[given] for _, given in step.given() if given in expected)
     return expected
 
 
 def _one_token(graph: Graph) -> str | None:
     """What shows that the function takes one token a call."""
     ids = {name: tensor for name, tensor in graph.integer_inputs.items() if tensor.rank == 2}
-    if ids:
-        if any(set(tensor.shape) != {1} for tensor in ids.values()):
-            return None
-        name, tensor = next(iter(ids.items()))
-        return f"the function takes one token a call ({name} {tensor}), whose hidden states are [1, C, 1, 1]"
+    taken = tokens(graph.flow)
+    if taken is not None and (taken.count != 1 or is_float(taken.source)):
+        shows = f"the function takes one position a call ({taken.source.name} {taken.source.tensor})"
+        return shows if taken.count == 1 else None
+    if taken is None and any(set(tensor.shape) != {1} for tensor in ids.values()):
+        return None
+    for name, tensor in graph.integer_inputs.items():
+        if set(tensor.shape) == {1} and (name in ids or (taken is not None and not ids)):
+            return f"the function takes one token a call ({name} {tensor}), whose hidden states are [1, C, 1, 1]"
     for name, datum in graph.flow.inputs.items():
         shape = shape_of(datum)
         if len(shape) == 4 and is_float(datum) and _is_vector(datum) and shape[1] != 1:
@@ -73,6 +84,12 @@ def _selects_one(step: Step) -> bool:
 def _reduces(step: Step) -> bool:
     data = data_of(step)
     return step.type.startswith("reduce_") and data is not None and shape_of(data)[-1:] != (1,)
+
+
+def _scores_one_key(step: Step, cached: Container[Datum]) -> bool:
+    """Whether an operation multiplies two values of this call: what is read of a cache has a key for each slot."""
+    operands = [datum for datum in (step.one("x"), step.one("y")) if datum is not None]
+    return step.type == "matmul" and not any(root(datum).constant is not None or datum in cached for datum in operands)
 
 
 def _follows(step: Step, known: Container[Datum]) -> bool:
