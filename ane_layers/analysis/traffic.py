@@ -23,8 +23,11 @@ class Traffic:
         weights: constants as they are stored, by each operation that reads them. A lookup or slice counts what it passes on, with the
             tables and scales that this needs. Constants of fewer than 10 elements (axes, paddings) are left out.
         kv_read: what operations read of states, and of inputs and outputs that are caches. A slice of a cache counts as the
-            slice, through any further slicing, rearranging or conversion, where an operation computes with it, joins or repeats it.
-        kv_written: rows put into states, whole values where a state is written anew, and new rows that are outputs.
+            slice, through any further slicing, rearranging, conversion or mask write, where an operation computes with it, joins or
+            repeats it.
+        kv_written: new rows: those that an update, a mask or a join puts into a state or into a cache that is an output, and those that are
+            outputs themselves. Where no rows can be told from the rest, as in `state · 0.5`, the whole value. What a mask write rewrites
+            beside the rows is materialised, and not counted here.
         repetition: outputs of operations that only repeat data (see `movement.repeats`), once; `total` counts them twice, for they
             are written and read again.
         unknown: operations whose share is not in the figures, since a dimension is open.
