@@ -52,7 +52,8 @@ def random_model(family: str, *, attention: str = "sdpa", seed: int = 0, **setti
     """A model of a family of `transformers` (`"Llama"`, `"Qwen3"`), in fp32, every parameter random, norms included."""
     import transformers
 
-    config = getattr(transformers, f"{family}Config")(**settings)
+    config_of = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
+    config = config_of(**settings)
     config._attn_implementation = attention
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(seed)
