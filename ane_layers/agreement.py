@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ane_layers.generation import Runtime, Session, read_metadata
+from ane_layers.chunks import Runtime, open_packages
 from ane_layers.interpreter import Mode
-from ane_layers.program import Package
+from ane_layers.session import Session
 from ane_layers.text import Tokenizer
 from ane_layers.text_generation import TextGenerator
 
@@ -92,7 +92,7 @@ def agreement(
     say = progress or (lambda line: None)
     texts = Tokenizer.from_folder(tokenizer)
     for path in (first, second):
-        read_metadata(Package.open(path))  # before the first of them writes for minutes
+        open_packages(path)  # before the first of them writes for minutes
     written: list[list[list[int]]] = []
     speeds: list[float | None] = []
     for path in (first, second):

@@ -7,8 +7,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ane_layers.chunks import Runtime, read_metadata
 from ane_layers.sampling import Sampler
-from ane_layers.session import Logits, Runtime, Session, read_metadata
+from ane_layers.session import Logits, Session
 
 FinishReason = Literal["stop", "length", "context"]
 

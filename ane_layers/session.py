@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 
+from ane_layers.chunks import HIDDEN_STATES, Chunk, Runtime, open_packages, read_metadata
 from ane_layers.interpreter import Finding, MLProgram, Mode
 from ane_layers.layers.masks import causal_mask, sliding_mask
-from ane_layers.program import Package
-
-CONFIG_KEY = "ane_layers.config"
-
-
-class Runtime(Protocol):
-    """What a session needs of a program; coremltools' `MLModel` has it too."""
-
-    def predict(self, data: dict[str, np.ndarray], state: Any = None) -> dict[str, np.ndarray]: ...
-
-    def make_state(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -56,12 +44,12 @@ class _Plan:
 
 
 class Session:
-    """A conversation with a package that `CausalLM.convert` wrote.
+    """A conversation with a package that `CausalLM.convert` wrote, or with the chunks of a model in a folder.
 
     Of the functions for different context lengths, each call takes the shortest that holds it.
 
     Args:
-        path: of the package.
+        path: of the package, or of the folder.
         mode: arithmetic of the interpreter (see `MLProgram`).
         diagnose: let the interpreter collect `findings`.
         compact: let the interpreter keep large constants in fp16 (see `MLProgram`).
@@ -81,8 +69,8 @@ class Session:
         compact: bool = False,
         runtime: Callable[[str, str], Runtime] | None = None,
     ) -> None:
-        package = Package.open(path)
-        self.config = read_metadata(package)
+        packages = open_packages(path)
+        self.config = read_metadata(packages[0])
         self.context_length: int = self.config["context_length"]
         self.block: int = self.config["prefill"]
         self.kv: str = self.config.get("kv", "in_place")
@@ -90,17 +78,15 @@ class Session:
         self._window: int | None = self.config["model"].get("sliding_window")
         self._sliding_slots: int = self.config.get("sliding_slots", 0)
         self._plans = {name: _Plan(name, **plan) for name, plan in self.config["functions"].items()}
-        self._inputs = {name: {value.name: value for value in package.function(name).inputs} for name in self._plans}
         make = runtime or (lambda file, name: MLProgram(file, name, mode, diagnose=diagnose, compact=compact))
-        self._make = lambda name: make(str(path), name)
-        self._programs: dict[str, Runtime] = {}
-        self._program("decode")  # what cannot be loaded is told now
-        self.reset()
+        self._chunks = [Chunk(package, make) for package in packages]
+        self.position = 0
 
     @property
     def findings(self) -> tuple[Finding, ...]:
         """Where numbers left fp16, by function; empty without `diagnose` or with another runtime."""
-        programs = sorted(self._programs.items(), key=lambda item: not item[0].startswith("prefill"))
+        found = [item for chunk in self._chunks for item in chunk.programs.items()]
+        programs = sorted(found, key=lambda item: not item[0].startswith("prefill"))
         return tuple(finding for _, program in programs for finding in getattr(program, "findings", ()))
 
     @property
@@ -111,17 +97,8 @@ class Session:
     def reset(self) -> None:
         """Forgets the conversation."""
         self.position = 0
-        self._state: Any = None
-        self._caches: dict[str, np.ndarray] = {}
-        if self.kv == "read_only":
-            inputs = self._inputs["decode"]
-            self._caches = {
-                name: np.zeros(value.tensor_type.shape, np.float16)  # type: ignore[arg-type]
-                for name, value in inputs.items()
-                if name.endswith("Cache")
-            }
-        else:
-            self._state = self._program("decode").make_state()
+        for chunk in self._chunks:
+            chunk.reset()
 
     def extend(self, tokens: Sequence[int], *, prefill: bool = True) -> list[Logits]:
         """Runs further tokens: whole blocks through `prefill`, and the rest in a padded one but for the last token, which `decode` takes.
@@ -145,8 +122,9 @@ class Session:
         while start < len(tokens):
             left = len(tokens) - start
             plan, count = self._next(left) if prefill else (self._decode(), 1)
-            result = self._call(plan, tokens[start : start + count])
-            if count == plan.length:  # what a padded block gives is of its padding
+            # What a padded block gives is of its padding.
+            result = self._call(plan, tokens[start : start + count], wanted=count == plan.length)
+            if result is not None:
                 results.append(result)
             start += count
         return results
@@ -215,6 +193,7 @@ class Session:
         self.check(tried)
         position = self.position
         result = self._call(plan, tried)
+        assert result is not None
         assert result.tokens is not None
         found = [int(number) for number in result.tokens[:, 0]]
         right = 0
@@ -223,34 +202,29 @@ class Session:
         self.position = position + right + 1
         return found[: right + 1]
 
-    def _program(self, name: str) -> Runtime:
-        if name not in self._programs:
-            self._programs[name] = self._make(name)
-        return self._programs[name]
-
-    def _call(self, plan: _Plan, tokens: Sequence[int]) -> Logits:
+    def _call(self, plan: _Plan, tokens: Sequence[int], *, wanted: bool = True) -> Logits | None:
+        """Runs a function of every chunk; a head in a chunk of its own only if its results are wanted."""
         padding = plan.length - len(tokens)
         known: dict[str, np.ndarray] = {
             "inputIds": np.asarray([[*tokens, *[0] * padding]], dtype=np.int32),
             "position": np.asarray([self.position], dtype=np.int32),
             **self._masks(plan),
-            **self._caches,
         }
-        inputs = {name: known[name] for name in self._inputs[plan.name]}
-        outputs = self._program(plan.name).predict(inputs, state=self._state)
-        for name, cache in list(self._caches.items()):
-            rows = outputs[NEW_ROWS[name]]
-            if cache.dtype != rows.dtype:  # the interpreter's fp32 mode does not round them
-                cache = self._caches[name] = cache.astype(rows.dtype)
-            slot = self.position % self._sliding_slots if name.startswith("sliding") else self.position
-            cache[:, :, slot : slot + len(tokens)] = rows[:, :, : len(tokens)]
+        sliding_slot = self.position % self._sliding_slots if self._sliding_slots else 0
+        outputs: dict[str, np.ndarray] = {}
+        for chunk in self._chunks:
+            if chunk.keeps_nothing and not wanted:
+                continue
+            outputs = chunk.call(plan.name, known, count=len(tokens), slot=self.position, sliding_slot=sliding_slot)
+            if HIDDEN_STATES in outputs:
+                known[HIDDEN_STATES] = outputs[HIDDEN_STATES]
         self.position += len(tokens)
-        return self._result(plan, outputs, len(tokens))
+        return self._result(plan, outputs, len(tokens)) if wanted else None
 
     def _masks(self, plan: _Plan) -> dict[str, np.ndarray]:
         masks = {}
         two_parts = self.kv != "in_place"
-        if "causalMask" in self._inputs[plan.name]:
+        if any(chunk.takes(plan.name, "causalMask") for chunk in self._chunks):
             masks["causalMask"] = causal_mask(self.position, plan.length, plan.slots, two_parts=two_parts)
         if self._sliding_slots:
             assert self._window is not None
@@ -269,35 +243,3 @@ class Session:
         else:
             tokens, values = None, outputs["logits"][0][rows]
         return Logits(self.position - len(values), values, tokens)
-
-
-NEW_ROWS = {
-    "keyCache": "newKeys",
-    "valueCache": "newValues",
-    "slidingKeyCache": "newSlidingKeys",
-    "slidingValueCache": "newSlidingValues",
-}
-"""Outputs of a read-only function with the rows that belong into each cache."""
-
-
-def read_metadata(package: Package) -> dict[str, Any]:
-    """What `CausalLM.convert` noted in the package: model config, context, functions, modes.
-
-    Raises:
-        ValueError: if it is not there or damaged.
-    """
-    text = package.metadata.get(CONFIG_KEY)
-    if text is None:
-        raise ValueError(f"{package.path}: has no metadata {CONFIG_KEY}; was it written by ane_layers?")
-    try:
-        config: dict[str, Any] = json.loads(text)
-        slots, block, _ = config["context_length"], config["prefill"], config["model"]["vocab_size"]
-        if "functions" not in config:  # written by version 0.1.0
-            decode = {"length": 1, "slots": slots, "last_only": False, "head": "logits"}
-            more = {"length": block, "last_only": not config.get("all_logits", False)}
-            config["functions"] = {"decode": decode, "prefill": decode | more}
-        for plan in config["functions"].values():
-            _Plan("", **plan)
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{package.path}: metadata {CONFIG_KEY} is damaged: {error}") from error
-    return config

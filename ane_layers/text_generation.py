@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ane_layers.chunks import is_chunked, is_package
 from ane_layers.generation import (
     FinishReason,
     Generation,
@@ -160,8 +161,7 @@ def text_generator(
     say = progress or (lambda line: None)
     if not source.is_dir():
         raise ValueError(f"{source}: is neither a package nor a model folder")
-    is_package = source.suffix == ".mlpackage" or (source / "Manifest.json").is_file()
-    if not is_package:
+    if not is_package(source) and not is_chunked(source):
         texts = Tokenizer.from_folder(tokenizer or source)
         with tempfile.TemporaryDirectory(prefix="ane_layers.") as folder:
             package = Path(folder) / "model.mlpackage"

@@ -112,7 +112,9 @@ def test_a_bucket_reads_fewer_slots_of_the_same_cache(
     session = Session(package.path)
     called: list[str] = []
     inner = session._call
-    monkeypatch.setattr(session, "_call", lambda plan, tokens: called.append(plan.name) or inner(plan, tokens))
+    monkeypatch.setattr(
+        session, "_call", lambda plan, *args, **named: called.append(plan.name) or inner(plan, *args, **named)
+    )
     session.extend(token_ids(BUCKET - 1))
     session.extend([1])  # the bucket's last slot
     session.extend([2])

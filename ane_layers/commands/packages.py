@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -30,10 +31,18 @@ from ane_layers.cli_options import (
 )
 from ane_layers.writing import write_json
 
+if TYPE_CHECKING:
+    from ane_layers.program import Package
+
 
 def convert(
     folder: Folder,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Package to write, ending in .mlpackage.")],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", help="Package to write, ending in .mlpackage; with several chunks, a folder for them."
+        ),
+    ],
     context: Annotated[
         int | None, typer.Option(help="Slots of the KV cache; 4096, or the model's longest if that is less.")
     ] = None,
@@ -59,6 +68,13 @@ def convert(
     head_pieces: Annotated[int | None, typer.Option(help="Convolutions that the output head is split into.")] = None,
     all_logits: Annotated[bool, typer.Option(help="Let prefill return every position's logits.")] = False,
     duplicate_tied: Annotated[bool, typer.Option(help="Store a table shared by embedding and head twice.")] = False,
+    chunks: Annotated[
+        int | None, typer.Option(help="Packages that the layers are divided into; as the recipe says, or 1.")
+    ] = None,
+    chunk_limit: Annotated[
+        float | None, typer.Option(help="MB of weights that a package may have, in place of --chunks.")
+    ] = None,
+    head_apart: Annotated[bool, typer.Option(help="Put the output head into a package of its own.")] = False,
     recipe: RecipeOption = None,
     ranking: RankingOption = None,
     promote: PromoteOption = None,
@@ -72,67 +88,87 @@ def convert(
     """Convert a model to a Core ML package with functions `decode` and `prefill`, and check the result."""
     if top_k is not None and head is not HeadOption.top_k:
         raise ValueError(f"--top-k {top_k} needs --head top_k")
-    from ane_layers.analysis import inspect as inspect_package
-    from ane_layers.compression.preparation import prepare
-    from ane_layers.conversion import check_target
+    from ane_layers.conversion.folder import Chunking, Loading, check_output, convert_folder
     from ane_layers.hub import resolve
-    from ane_layers.models import from_folder, longest_context
+    from ane_layers.models import longest_context
 
-    check_target(output)  # before anything is loaded
     chosen = recipe_of(recipe, ranking, promote, importance, calibration, report)
+    limit = None if chunk_limit is None else int(chunk_limit * 1e6)
+    chunking = Chunking(chunks=chunks, limit=limit, head_apart=head_apart).of(chosen)
+    check_output(output, chunking, chosen)  # before anything is loaded
     started = time.monotonic()
     with console.progress() as say:
         say(f"loading {folder}")
         source = resolve(folder, progress=say)
         slots = min(4096, longest_context(source)) if context is None else context
-        moments = measured_importance(source, importance, calibration, say)
         blocks = prefill or [min(64, slots)]
-        options: dict[str, Any] = {
+        model_options: dict[str, Any] = {
             "head_sharing": head_sharing.value,
             "head_pieces": head_pieces,
             "kv": kv.value,
             "block_size": max(*blocks, verify_tokens or 1),
         }
-        model = from_folder(source, context_length=slots, dtype=None, fuse=fuse, **options)
-        compression = prepare(model, chosen, ranking=ranking, importance=moments) if chosen is not None else None
-        package = model.convert(
+        result = convert_folder(
+            source,
             output,
+            Loading(context_length=slots, fuse=fuse, options=model_options),
+            chunking=chunking,
+            recipe=chosen,
+            ranking=ranking,
+            importance=measured_importance(source, importance, calibration, say),
             prefill=blocks,
             contexts=bucket or (),
             head=head.value,
             top_k=top_k or 8,
             verify=verify_tokens,
             all_logits=all_logits,
-            compression=compression,
             duplicate_tied=duplicate_tied,
             progress=say,
         )
+    compression = result.compression
     if compression is not None and report is not None:
         write_json(compression.report.as_dict(), report)
     console.err.print(f"{output}: written and checked in {time.monotonic() - started:.0f} s", markup=False)
-    inspection = inspect_package(package)
+    inspection = _inspect_all(result.packages, several=chunking.several)
     if compression is None:
         _inspection(inspection, as_json)
     elif as_json:
         console.print_json(inspection | {"compression": compression.report.as_dict()})
     else:
-        console.print_inspection(inspection)
+        _inspection(inspection, False)
         console.out.print()
         console.print_compression(compression.report, compression.plan)
 
 
 def inspect(
-    package: Annotated[Path, typer.Argument(help="An .mlpackage, ours or not.")], as_json: Json = False
+    package: Annotated[Path, typer.Argument(help="An .mlpackage, ours or not; or a folder of chunks.")],
+    as_json: Json = False,
 ) -> None:
     """Count what is in a package, from its own files."""
-    from ane_layers.analysis import inspect as inspect_package
+    from ane_layers.chunks import is_chunked, open_packages
     from ane_layers.program import Package
 
-    _inspection(inspect_package(Package.open(package)), as_json)
+    several = is_chunked(package)
+    packages = open_packages(package) if several else [Package.open(package)]
+    _inspection(_inspect_all(packages, several=several), as_json)
+
+
+def _inspect_all(packages: Sequence[Package], *, several: bool) -> dict[str, Any]:
+    """The figures of a package, or those of each chunk under its file name."""
+    from ane_layers.analysis import inspect as inspect_package
+
+    found = {package.path.name: inspect_package(package) for package in packages}
+    return {"chunks": found} if several else next(iter(found.values()))
 
 
 def _inspection(inspection: dict[str, Any], as_json: bool) -> None:
-    (console.print_json if as_json else console.print_inspection)(inspection)
+    if as_json:
+        console.print_json(inspection)
+        return
+    for name, part in inspection.get("chunks", {"": inspection}).items():
+        if name:
+            console.out.print(f"{name}:", markup=False)
+        console.print_inspection(part)
 
 
 def verify(

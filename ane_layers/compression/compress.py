@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -51,6 +51,16 @@ class Compression:
     def share(self, path: str, owner: str, weight: Tensor) -> None:
         """Notes that a weight's bytes are part of another's."""
         self._reports[path] = report_plain(path, tuple(weight.shape), f"part of the table of {owner}", shared=True)
+
+    def part(self, paths: Collection[str]) -> Compression:
+        """The compression of a part of the model, which has these weights alone."""
+        kept = {path: weight for path, weight in self.kept.items() if path in paths}
+        reports = {path: report for path, report in self._reports.items() if path in paths}
+        return Compression(self.plan.part(paths), kept, reports)
+
+    def absorb(self, part: Compression) -> None:
+        """Takes over what a part's compression has to report."""
+        self._reports |= part._reports
 
     def leave(self, path: str, tensor: Tensor, reason: str) -> None:
         """Notes a tensor that no recipe compresses."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,6 +58,21 @@ class Plan:
         stored: np.ndarray = to_float16_checked(path, weight.detach()).numpy()
         moments = self.importance.get(path)
         return compress_weight(path, stored, setting, importance=None if moments is None else moments.numpy())
+
+    def part(self, paths: Collection[str]) -> Plan:
+        """The plan of a part of the model, which has these weights alone."""
+
+        def own(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {path: value for path, value in values.items() if path in paths}
+
+        return replace(
+            self,
+            settings=own(self.settings),
+            asked=own(self.asked),
+            units=own(self.units),
+            shared=frozenset(path for path in self.shared if path in paths),
+            importance=own(self.importance),
+        )
 
     def key(self, path: str) -> str:
         """Equal for weights whose views may share bytes in the file."""

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
+from ane_layers.chunks import HIDDEN_STATES, NEW_HIDDEN_STATES, NEW_ROWS
 from ane_layers.compression import Compression
 from ane_layers.conversion.check import Expectations
 from ane_layers.conversion.converter import convert
 from ane_layers.conversion.tracing import FunctionSpec
 from ane_layers.models.base import CausalLM, Head
 from ane_layers.program import Package
-from ane_layers.session import NEW_ROWS
 
 STATES = {
     "keyCache": "cache.key",
@@ -29,6 +29,7 @@ STATES = {
 
 PARAMETERS = {
     "inputIds": "input_ids",
+    HIDDEN_STATES: "hidden_states",
     "position": "position",
     "causalMask": "causal_mask",
     "slidingMask": "sliding_mask",
@@ -138,8 +139,9 @@ def convert_causal_lm(
         "all_logits": all_logits,
         "head_sharing": model.head_sharing,
         "sliding_slots": model.sliding_slots,
-        "chunk": 0,
-        "chunks": 1,
+        "chunk": model.part.number,
+        "chunks": model.part.count,
+        "layers": [model.part.first, model.part.last],
         "recipe": "fp16" if compression is None else compression.plan.recipe.name,
         "promoted_layers": [] if compression is None else list(compression.plan.promoted),
         "bos_token_id": model.config.bos_token_id,
@@ -171,14 +173,20 @@ def _writes(model: CausalLM, caches: Mapping[str, str]) -> dict[str, int]:
 
 
 def _specification(model: CausalLM, plan: FunctionPlan, caches: Mapping[str, str], top_k: int) -> FunctionSpec:
-    inputs: dict[str, Any] = {
-        "inputIds": torch.zeros(1, plan.length, dtype=torch.int32),
-        "position": torch.zeros(1, dtype=torch.int32),
-    }
+    inputs: dict[str, Any] = {}
+    if model.part.embedding:
+        inputs["inputIds"] = torch.zeros(1, plan.length, dtype=torch.int32)
+    else:
+        # A head on its own gets the one position that it is asked for.
+        length = plan.length if model.kinds or not plan.last_only else 1
+        inputs[HIDDEN_STATES] = torch.zeros(1, model.config.hidden_size, 1, length)
+    if model.kinds:
+        inputs["position"] = torch.zeros(1, dtype=torch.int32)
     for name, mask in zip(("causalMask", "slidingMask"), model.masks(0, plan.length, slots=plan.slots), strict=True):
         if mask is not None:
             inputs[name] = mask
-    outputs = list(OUTPUTS[plan.head])
+    handed_over = HIDDEN_STATES if model.part.embedding else NEW_HIDDEN_STATES
+    outputs = list(OUTPUTS[plan.head]) if model.part.head else [handed_over]
     if model.kv == "read_only":
         inputs |= {name: model.get_buffer(path) for name, path in caches.items()}
         outputs += [NEW_ROWS[name] for name in caches]

@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ane_layers.chunks import Runtime, open_packages
 from ane_layers.compression import Compression
 from ane_layers.evaluation.footprint import Footprint, model_footprint, package_footprint
 from ane_layers.evaluation.scoring import Logits, Score, kept_logits, model_logits, score
 from ane_layers.evaluation.windowing import DEFAULT_WINDOW, Window, checked_ids, text_ids, windows
-from ane_layers.generation import Runtime, Session
 from ane_layers.interpreter import MLProgram, Mode
 from ane_layers.models import FAMILIES, CausalLM, from_folder, longest_context
 from ane_layers.models.config import load_config
-from ane_layers.program import Package
+from ane_layers.session import Session
 
 DEFAULT_CONTEXT = 4096
 
@@ -165,7 +165,7 @@ class Evaluator:
         position's logits.
 
         Args:
-            path: of the package.
+            path: of the package, or of a folder of chunks.
             mode: arithmetic of the interpreter (see `MLProgram`).
             compact: keep large constants in fp16 (see `MLProgram`): half the memory; the same result in the mode `"fp32"`, but slower.
             runtime: what runs the package in place of the interpreter; see `Session`.
@@ -180,7 +180,7 @@ class Evaluator:
         if self.window > session.context_length:
             raise ValueError(f"{path}: window {self.window} exceeds the package's context of {session.context_length}")
         self._check(session.config["model"]["vocab_size"], str(path))
-        footprint = package_footprint(Package.open(path))
+        footprint = package_footprint(open_packages(path))
         found = self.score(lambda number: package_logits(session, self.windows[number]), Path(path).name)
         return self._evaluation(found, footprint, session.context_length)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ane_layers.analysis.counts import weight_bytes
@@ -49,10 +49,14 @@ def model_footprint(model: CausalLM, compression: Compression | None = None, *, 
     return Footprint(total, total - unread + rows + context * slot + slot)
 
 
-def package_footprint(package: Package) -> Footprint:
-    """Of a package's `decode`: what its file refers to, constant tables included, and what `ane_layers.analysis.traffic` adds up."""
-    function = package.function("decode")
-    return Footprint(weight_bytes(function), traffic(function).total)
+def package_footprint(packages: Sequence[Package]) -> Footprint:
+    """Of `decode` in a package, or in all chunks of a model: what their files refer to, constant tables included, and what
+    `ane_layers.analysis.traffic` adds up."""
+    functions = [package.function("decode") for package in packages]
+    moved = [traffic(function).total for function in functions]
+    open_ = None in moved
+    total = None if open_ else sum(part for part in moved if part is not None)
+    return Footprint(sum(map(weight_bytes, functions)), total)
 
 
 def _plain(model: CausalLM, plan: Plan) -> Mapping[str, TensorReport]:

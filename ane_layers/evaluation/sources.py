@@ -10,14 +10,13 @@ from typing import Any
 from torch import nn
 
 from ane_layers.checkpoint import to_float16_checked
+from ane_layers.chunks import Runtime, is_chunked, is_package, open_packages, read_metadata
 from ane_layers.compression import Ranking, Recipe, compress, load_recipe, make_plan
 from ane_layers.compression.plan import Importance
 from ane_layers.evaluation.evaluator import Evaluation, Evaluator, config_of, default_context
 from ane_layers.evaluation.windowing import DEFAULT_WINDOW, checked_ids, text_ids
-from ane_layers.generation import Runtime, read_metadata
 from ane_layers.interpreter import Mode
 from ane_layers.models import from_folder
-from ane_layers.program import Package
 
 
 def evaluate(
@@ -44,7 +43,7 @@ def evaluate(
     values that the package holds; without one, weights are the checkpoint's in fp32. A package is executed.
 
     Args:
-        source: a model folder in Hugging Face's format, or a package that `CausalLM.convert` wrote.
+        source: a model folder in Hugging Face's format, or a package or folder of chunks that `CausalLM.convert` wrote.
         original: folder of the model to compare with, in fp32; a model folder by default is its own. A package without one has no
             `kl` and no `top1_agreement`.
         tokenizer: folder with the tokenizer; by default `original`, or the model folder.
@@ -65,7 +64,7 @@ def evaluate(
     if text is not None and tokens is not None:
         raise ValueError("text and tokens exclude each other")
     read = _Reading(source, original, tokenizer, text, tokens, max_tokens, window, progress)
-    if _is_package(source):
+    if is_package(source) or is_chunked(source):
         _refuse(source, "package", recipe=recipe, ranking=ranking, importance=importance, context=context)
         return read.package(mode, compact, runtime)
     _refuse(source, "model folder", mode=None if mode == "fp32" else mode, compact=compact or None, runtime=runtime)
@@ -93,7 +92,7 @@ class _Reading:
     progress: Callable[[str], None] | None
 
     def package(self, mode: Mode, compact: bool, runtime: Callable[[str, str], Runtime] | None) -> Evaluation:
-        config = read_metadata(Package.open(self.source))
+        config = read_metadata(open_packages(self.source)[0])
         bos_id, vocab_size = config.get("bos_token_id"), config["model"]["vocab_size"]
         evaluator = self._evaluator(config["context_length"], bos_id, vocab_size, self.original)
         return evaluator.package(self.source, mode=mode, compact=compact, runtime=runtime)
@@ -131,10 +130,6 @@ class _Reading:
                 raise ValueError(f"{self.source}: a package has no tokenizer; give original, tokenizer or tokens")
             ids = text_ids(self.text, folder, bos_id=bos_id, vocab_size=vocab_size, limit=self.max_tokens)
         return Evaluator(ids, original=original, window=size, progress=self.progress)
-
-
-def _is_package(source: str | Path) -> bool:
-    return Path(source).suffix == ".mlpackage" or (Path(source) / "Manifest.json").is_file()
 
 
 def _refuse(source: str | Path, kind: str, **options: Any) -> None:

@@ -41,8 +41,12 @@ def longest_context(folder: str | Path) -> int:
     return longest
 
 
-def outline(folder: str | Path, *, context_length: int = 2, fuse: bool = True) -> CausalLM:
+def outline(folder: str | Path, *, context_length: int = 2, fuse: bool = True, **options: Any) -> CausalLM:
     """A folder's model without its weights: names and shapes as `from_folder` would give them, from config.json alone.
+
+    Args:
+        folder: in Hugging Face's format.
+        context_length, fuse, options: as for `from_pretrained`.
 
     Raises:
         ValueError: as `from_folder` does for a config.
@@ -50,7 +54,7 @@ def outline(folder: str | Path, *, context_length: int = 2, fuse: bool = True) -
     family = _family(*load_config(folder))
     config = family.config_class.from_pretrained(folder)
     with torch.device("meta"):
-        model = family(config, context_length=context_length)
+        model = family(config, context_length=context_length, **options)
         if fuse:
             model.fuse()
     return model

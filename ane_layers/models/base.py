@@ -27,6 +27,7 @@ from ane_layers.layers import (
     sliding_mask,
 )
 from ane_layers.models.config import FULL, SLIDING
+from ane_layers.models.part import Part
 from ane_layers.models.step import Step
 
 if TYPE_CHECKING:
@@ -38,14 +39,25 @@ Head = Literal["logits", "argmax", "top_k"]
 """What a model gives: logits, the most likely token, or the k most likely ones with their logits."""
 
 
-class Decoder(nn.Module):
-    """Embedding, decoder layers and final norm, named as in Hugging Face's checkpoints."""
+class DecoderLayers(nn.ModuleList):
+    """Layers that keep their numbers, and so their names, in a part of a model."""
 
-    def __init__(self, config: Any, layers: Iterable[nn.Module]) -> None:
+    def __init__(self, layers: Iterable[nn.Module], *, first: int) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dim=1)
+        for number, layer in enumerate(layers, first):
+            self.add_module(str(number), layer)
+
+
+class Decoder(nn.Module):
+    """Embedding, decoder layers and final norm, named as in Hugging Face's checkpoints; or a part of them."""
+
+    def __init__(self, config: Any, layers: Iterable[nn.Module], part: Part) -> None:
+        super().__init__()
+        if part.embedding:
+            self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = DecoderLayers(layers, first=part.first)
+        if part.head:
+            self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dim=1)
 
 
 class CausalLM(nn.Module):
@@ -61,9 +73,11 @@ class CausalLM(nn.Module):
         block_size: the most tokens that run at once, from which the slots of a rolling cache follow.
         head_sharing: see `GroupedQueryAttention`.
         head_pieces: convolutions that the output head is split into; see `OutputHead`.
+        part: the layers that are built, of a model that is run in several parts; all by default.
 
     Shape:
-        - input_ids: int `[B, S]`
+        - input_ids: int `[B, S]`; for a part without embedding None, and instead
+        - hidden_states: `[B, C, 1, S]`, which a part without head also gives in place of logits
         - position: int32 `[1]`, position of the first of the S tokens
         - causal_mask: `[1, 1, S, T]`, see `causal_mask`; `[1, 1, S, T + S]` unless `kv` is `"in_place"`. With fewer than all slots,
           attention reads only these, the first ones.
@@ -83,6 +97,7 @@ class CausalLM(nn.Module):
         block_size: int = 64,
         head_sharing: HeadSharing = "fold",
         head_pieces: int | None = None,
+        part: Part | None = None,
     ) -> None:
         super().__init__()
         if not 1 <= context_length <= config.max_position_embeddings:
@@ -95,9 +110,14 @@ class CausalLM(nn.Module):
         self.kv: KvMode = kv
         self.block_size = block_size
         self.head_sharing = head_sharing
-        self.kinds: tuple[str, ...] = getattr(config, "layer_types", None) or (FULL,) * config.num_hidden_layers
-        self.model = Decoder(config, (self.decoder_layer(kind) for kind in self.kinds))
-        self.lm_head = OutputHead(config.hidden_size, config.vocab_size, pieces=head_pieces)
+        self.head_pieces = head_pieces
+        self.part = Part(first=0, last=config.num_hidden_layers) if part is None else part
+        kinds = getattr(config, "layer_types", None) or (FULL,) * config.num_hidden_layers
+        self.kinds: tuple[str, ...] = tuple(kinds[self.part.first : self.part.last])
+        self.fused = False
+        self.model = Decoder(config, (self.decoder_layer(kind) for kind in self.kinds), self.part)
+        if self.part.head:
+            self.lm_head = OutputHead(config.hidden_size, config.vocab_size, pieces=head_pieces)
         self.allocate()
 
     def decoder_layer(self, kind: str) -> nn.Module:
@@ -134,15 +154,16 @@ class CausalLM(nn.Module):
 
     def forward(
         self,
-        input_ids: Tensor,
-        position: Tensor,
-        causal_mask: Tensor | None,
+        input_ids: Tensor | None = None,
+        position: Tensor | None = None,
+        causal_mask: Tensor | None = None,
         sliding_mask: Tensor | None = None,
         key_cache: Tensor | None = None,
         value_cache: Tensor | None = None,
         sliding_key_cache: Tensor | None = None,
         sliding_value_cache: Tensor | None = None,
         *,
+        hidden_states: Tensor | None = None,
         last_only: bool = False,
         head: Head = "logits",
         top_k: int = 1,
@@ -153,18 +174,21 @@ class CausalLM(nn.Module):
         ):
             if cache is not None and key is not None and value is not None:
                 cache.key, cache.value = key, value
-        length = input_ids.shape[1]
+        x = self.model.embed_tokens(input_ids) if self.part.embedding else hidden_states
+        if x is None:
+            raise ValueError(f"{type(self).__name__}: a part without embedding takes hidden_states")
+        length = x.shape[3]
         steps = self._steps(position, length, {FULL: causal_mask, SLIDING: sliding_mask})
-        x = self.model.embed_tokens(input_ids)
         numbers = dict.fromkeys(steps, 0)
         for layer in self.decoder_layers():
             x = layer(x, steps[layer.kind], numbers[layer.kind])
             numbers[layer.kind] += 1
         rows = [part for step in steps.values() for part in step.cache.finish(step.position)]
-        if last_only and length > 1:
+        if last_only and length > 1 and self.part.last == self.config.num_hidden_layers:
             # By a split, not a slice from the end: a slice that begins late on the last axis is said to lose large values on M1.
             x = x.split([length - 1, 1], dim=3)[1]
-        results = (*self._results(self.model.norm(x), head, top_k), *rows)
+        given = self._results(self.model.norm(x), head, top_k) if self.part.head else (x,)
+        results = (*given, *rows)
         return results if len(results) > 1 else results[0]
 
     def _results(self, x: Tensor, head: Head, top_k: int) -> tuple[Tensor, ...]:
@@ -172,8 +196,12 @@ class CausalLM(nn.Module):
             return (self.lm_head.argmax(x),)
         return self.lm_head.top_k(x, top_k) if head == "top_k" else (self.lm_head(x),)
 
-    def _steps(self, position: Tensor, length: int, masks: Mapping[str, Tensor | None]) -> dict[str, Step]:
+    def _steps(self, position: Tensor | None, length: int, masks: Mapping[str, Tensor | None]) -> dict[str, Step]:
         """What the layers of each kind share, done once for all of them."""
+        if not self.kinds:
+            return {}
+        if position is None:
+            raise ValueError(f"{type(self).__name__} has layers and needs the position of the first token")
         cos, sin = self.rotary(position, length)
         steps = {}
         for kind, cache in ((FULL, self.cache), (SLIDING, self.sliding_cache)):
@@ -196,6 +224,26 @@ class CausalLM(nn.Module):
         """Joins projections that read the same input. Changes the weights' layout, not the result."""
         for layer in self.decoder_layers():
             layer.fuse()
+        self.fused = True
+
+    def take_part(self, part: Part) -> Self:
+        """A part of this model as a model of its own, with caches of its own. Weights are shared, not copied."""
+        with torch.device("meta"):
+            model = type(self)(
+                self.config,
+                context_length=self.context_length,
+                kv=self.kv,
+                block_size=self.block_size,
+                head_sharing=self.head_sharing,
+                head_pieces=self.head_pieces,
+                part=part,
+            )
+            if self.fused:
+                model.fuse()
+        model.allocate()
+        names = model.state_dict().keys()
+        model.load_state_dict({name: self.state_dict()[name] for name in names}, assign=True)
+        return model.requires_grad_(False).eval()
 
     @classmethod
     def from_pretrained(
@@ -226,20 +274,29 @@ class CausalLM(nn.Module):
             model = cls(config, context_length=context_length, **options)
         model.allocate()
         tied = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
-        expected = model.checkpoint_shapes()
+        own = model.checkpoint_shapes()
+        # The whole folder is checked, whichever part of it is read.
+        expected = own if model.part.whole else cls._outline(config).checkpoint_shapes()
         tensors: dict[str, Tensor] = {}
         for name, source in checkpoint.check(expected, tied=tied).items():
+            if name not in own:
+                continue
             if source not in tensors:
                 tensor = checkpoint[source]
                 if dtype is None:  # here the tensor still has the checkpoint's name; later it may be part of another
                     check_float16(source, tensor, file=checkpoint.file(source))
                 tensors[source] = tensor if dtype is None else tensor.to(dtype)
             tensors[name] = tensors[source]  # a tied table stays one tensor
-        model.load_state_dict(tensors, assign=True)
+        model.load_state_dict({name: tensors[name] for name in own}, assign=True)
         model.requires_grad_(False).eval()
         if fuse:
             model.fuse()
         return model
+
+    @classmethod
+    def _outline(cls, config: Any) -> Self:
+        with torch.device("meta"):
+            return cls(config, context_length=1)
 
     def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor that a checkpoint of this model must have, before `fuse`."""
@@ -417,5 +474,55 @@ class CausalLM(nn.Module):
             all_logits=all_logits,
             compression=compression,
             duplicate_tied=duplicate_tied,
+            progress=progress,
+        )
+
+    def convert_chunks(
+        self,
+        folder: str | Path,
+        *,
+        chunks: int | None = None,
+        limit: int | None = None,
+        head_apart: bool = False,
+        prefill: int | Sequence[int] = 64,
+        contexts: Sequence[int] = (),
+        head: Head = "logits",
+        top_k: int = 8,
+        verify: int | None = None,
+        all_logits: bool = False,
+        compression: Compression | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> list[Package]:
+        """Writes the model as several packages into a folder: for sizes that one package should not have.
+
+        `Session`, and what is built on it, takes the folder as it takes a package. A model that is too large to be loaded whole is
+        converted by `ane_layers.conversion.chunks.convert_chunks`, which loads a part at a time.
+
+        Args:
+            folder: of the packages; appears once all of them are complete and checked.
+            chunks: how many packages have layers.
+            limit: bytes of weights that each package may have, in place of a number of chunks.
+            head_apart: whether norm and head are a package of their own.
+            prefill, contexts, head, top_k, verify, all_logits, compression, progress: see `convert`.
+
+        Raises:
+            ValueError, ConversionError: as `convert`; nothing is left on disk.
+        """
+        from ane_layers.conversion.chunks import choose_parts, convert_chunks
+
+        plan = None if compression is None else compression.plan
+        parts = choose_parts(self, plan, chunks=chunks, limit=limit, head_apart=head_apart)
+        return convert_chunks(
+            self.take_part,
+            parts,
+            folder,
+            prefill=prefill,
+            contexts=contexts,
+            head=head,
+            top_k=top_k,
+            verify=verify,
+            all_logits=all_logits,
+            compression=compression,
+            duplicate_tied=False,
             progress=progress,
         )

@@ -1,0 +1,120 @@
+"""A model as several packages in a folder, each with some of its layers; they hand hidden states over to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ane_layers.chunks import is_package, open_packages
+from ane_layers.compression import Compression, Plan, units
+from ane_layers.compression.setting import FP16
+from ane_layers.conversion.causal_lm import convert_causal_lm
+from ane_layers.conversion.files import move_into_place, workspace
+from ane_layers.conversion.tracing import late_bound_weights
+from ane_layers.models.base import CausalLM
+from ane_layers.models.part import Part, PartSizes, cut, cut_to
+from ane_layers.program import Package
+
+
+def part_sizes(model: CausalLM, plan: Plan | None = None) -> PartSizes:
+    """Bytes that a model's parts take in a package.
+
+    Args:
+        model: as it will be converted; its weights may be on the meta device.
+        plan: of its compression; fp16 without.
+    """
+    layers = dict.fromkeys(range(model.part.first, model.part.last), 0)
+    apart = {"embedding": 0, "head": 0}
+    for unit in units(model):
+        stored = 0
+        for path, weight in unit.weights.items():
+            setting = FP16 if plan is None else plan.settings.get(path, FP16)
+            stored += sum(setting.stored_bytes(tuple(weight.shape)))
+        if unit.layer is None:
+            apart[unit.kind] += stored
+        else:
+            layers[unit.layer] += stored
+    return PartSizes(apart["embedding"], list(layers.values()), apart["head"])
+
+
+def choose_parts(
+    model: CausalLM, plan: Plan | None, *, chunks: int | None, limit: int | None, head_apart: bool
+) -> list[Part]:
+    """Where to cut a model: into a number of chunks, or as few as keep each within a number of bytes.
+
+    Raises:
+        ValueError: for more chunks than layers, or a limit that one layer exceeds.
+    """
+    sizes = part_sizes(model, plan)
+    if limit is None:
+        return cut(sizes, 1 if chunks is None else chunks, head_apart=head_apart)
+    if chunks is not None:
+        raise ValueError(f"chunks ({chunks}) and a limit of bytes ({limit}) exclude each other")
+    # Each package has a table of rotary angles of its own, norms, and the alignment of its records.
+    overhead = 2 * model.rotary.table.numel() + (1 << 16)
+    return cut_to(sizes, limit - overhead, head_apart=head_apart or None)
+
+
+def check_folder(target: Path) -> None:
+    """Whether a folder of chunks can be written there. Raises `ValueError` with the reason."""
+    if is_package(target):
+        raise ValueError(f"{target}: several chunks go into a folder; give a name that does not end in .mlpackage")
+    if target.exists() and not (target.is_dir() and all(is_package(entry) for entry in target.iterdir())):
+        raise ValueError(f"{target}: exists and is no folder of packages, so it is not replaced")
+    if not target.parent.is_dir():
+        raise ValueError(f"{target.parent}: is not a folder, so {target.name} cannot be written there")
+
+
+def convert_chunks(
+    make: Callable[[Part], CausalLM],
+    parts: Sequence[Part],
+    target: str | Path,
+    *,
+    compression: Compression | None = None,
+    progress: Callable[[str], None] | None = None,
+    **options: Any,
+) -> list[Package]:
+    """Writes the parts of a model as `chunk_0.mlpackage` … into a folder, which appears once all of them are complete.
+
+    Args:
+        make: gives a part of the model when it is needed; one is held at a time.
+        parts: in order; see `choose_parts`.
+        target: the folder; chunks that are there are replaced.
+        compression: of the whole model's weights. It reports on all of them afterwards.
+        progress: called with a line of text at each step.
+        options: see `CausalLM.convert`.
+
+    Returns:
+        The packages as read back from disk.
+
+    Raises:
+        ValueError: for a target that cannot be written, or a compressed table that embedding and head share, which two packages cannot.
+    """
+    target = Path(target)
+    say = progress or (lambda line: None)
+    check_folder(target)
+    plan = None if compression is None else compression.plan
+    if plan is not None and len(parts) > 1 and any(plan.settings[path] != FP16 for path in plan.shared):
+        raise ValueError(
+            f"recipe {plan.recipe.name} keeps embedding and head in one table, and they are in different chunks; give it tied = 'split'"
+        )
+    with workspace(target) as scratch:
+        folder = scratch / target.name
+        folder.mkdir()
+        for part in parts:
+            say(f"chunk {part.number + 1} of {part.count}: {part}")
+
+            def told(line: str, part: Part = part) -> None:
+                say(f"chunk {part.number + 1} of {part.count}: {line}")
+
+            model = make(part)
+            own = None if compression is None else compression.part(late_bound_weights(model))
+            path = folder / f"chunk_{part.number}.mlpackage"
+            convert_causal_lm(model, path, compression=own, progress=told, **options)
+            if compression is not None and own is not None:
+                compression.absorb(own)
+            del model
+        open_packages(folder)
+        move_into_place(folder, target, scratch)
+    return open_packages(target)
