@@ -226,7 +226,7 @@ def int8(max_tokens: int = 4096) -> None:
     model = from_folder(bundled_checkpoint(), context_length=512)
     table("keys and values", "bytes a slot, of fp16's", "loss", "KL, nats", "same token")
     found = evaluator.model(model)
-    row("fp32, as they are", "–", f"{found.loss:.4f}", f"{found.kl:.1e}", f"{found.top1_agreement:.1%}")
+    row("fp32, as they are", "-", f"{found.loss:.4f}", f"{found.kl:.1e}", f"{found.top1_agreement:.1%}")
     for bits, over in ((8, "row"), (8, "head"), (8, "channel"), (4, "row"), (4, "channel")):
         with patch.object(base, "NoCache", lambda bits=bits, over=over: Rounded(bits, over)):
             found = evaluator.model(model)
