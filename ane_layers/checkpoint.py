@@ -63,7 +63,12 @@ class Checkpoint(Mapping[str, Tensor]):
         self.ignored = tuple(name for name in placed if IGNORED.search(name))
         kept = {name: path for name, path in placed.items() if name not in self.ignored}
         self._entries = {name: _entry(name, path, handles[path]) for name, path in kept.items()}
+        self._placed = placed
         self._finite: set[str] = set()
+
+    def reopened(self) -> Checkpoint:
+        """The same folder opened again: pages of its files that were read count as memory until they and their tensors are let go."""
+        return type(self)(self.folder, self.config, {path: _open_file(path) for path in self._handles}, self._placed)
 
     @classmethod
     def open(cls, folder: str | Path) -> Checkpoint:

@@ -179,12 +179,12 @@ def text_generator(
 
 
 def _convert(folder: Path, package: Path, context: int | None, prefill: int | None, say: Callable[[str], None]) -> None:
-    from ane_layers.models import from_folder
+    from ane_layers.models import open_folder
     from ane_layers.models.config import load_config
 
     if context is None:
         longest = load_config(folder)[0].get("max_position_embeddings")
         context = min(DEFAULT_CONTEXT, longest) if isinstance(longest, int) else DEFAULT_CONTEXT
     say(f"loading {folder}")
-    model = from_folder(folder, context_length=context, dtype=None)
+    model = open_folder(folder, context_length=context)
     model.convert(package, prefill=min(DEFAULT_PREFILL, context) if prefill is None else prefill, progress=say)

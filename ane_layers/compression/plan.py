@@ -187,9 +187,7 @@ def _holds(setting: Setting, piece: Tensor, whole: Tensor) -> bool:
 
 
 def _same_memory(part: Tensor, whole: Tensor) -> bool:
-    return (
-        part.device.type != "meta" and part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
-    ) and part.dtype == whole.dtype
+    return part.untyped_storage()._cdata == whole.untyped_storage()._cdata and part.dtype == whole.dtype
 
 
 def compressed_tensor(compressed: CompressedWeight, like: Tensor) -> Tensor:

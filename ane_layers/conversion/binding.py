@@ -57,6 +57,7 @@ def bind_weights(
     compression: Compression | None,
     duplicate_tied: bool,
     progress: Callable[[str], None],
+    load: Callable[[str], Tensor] | None = None,
 ) -> list[BoundWeight]:
     """Streams weights into the weight file, as fp16 or compressed, one at a time.
 
@@ -70,6 +71,7 @@ def bind_weights(
         compression: of the weights; None for fp16.
         duplicate_tied: whether views get bytes of their own.
         progress: called with a line of text now and then.
+        load: gives a weight that has no values, on the meta device, by its path.
 
     Raises:
         ValueError: naming the weight, if a value is outside fp16's range, or its compression does not fit it.
@@ -83,6 +85,8 @@ def bind_weights(
         if compression is not None or count % 64 == 63:
             progress(f"writing weights: {count + 1} of {len(weights)}")
         parts = views.get(path, [])
+        if load is not None and weight.is_meta:
+            weight = load(path)
         compressed = compression.weight(path, weight) if compression is not None else None
         if compressed is not None:
             stored = _store_compressed(compressed, [(start, weights[part].shape) for part, start in parts], writer)
@@ -146,7 +150,7 @@ def _views(weights: Mapping[str, Tensor], compression: Compression | None) -> di
     for path, weight in weights.items():
         if weight.is_contiguous():
             key = compression.plan.key(path) if compression is not None else ""
-            by_storage.setdefault((weight.untyped_storage().data_ptr(), key), []).append(path)
+            by_storage.setdefault((weight.untyped_storage()._cdata, key), []).append(path)
     shared = compression.plan.shared if compression is not None else frozenset()
     parts = {}
     for paths in by_storage.values():

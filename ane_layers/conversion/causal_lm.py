@@ -160,6 +160,7 @@ def convert_causal_lm(
         ),
         compression=compression,
         duplicate_tied=duplicate_tied,
+        load=model.stored,
         progress=progress,
     )
 

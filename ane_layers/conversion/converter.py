@@ -35,6 +35,7 @@ def convert(
     expectations: Expectations | None = None,
     compression: Compression | None = None,
     duplicate_tied: bool = False,
+    load: Callable[[str], Tensor] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Package:
     """Converts a module into an `.mlpackage` for iOS 18 and macOS 15, fp16, and reads it back to check it.
@@ -53,6 +54,7 @@ def convert(
         expectations: what the finished package must be; see `Expectations`.
         compression: how weights are stored (see `ane_layers.compression`); fp16 without it.
         duplicate_tied: whether a table that an embedding and a head share is written twice.
+        load: gives a weight that is on the meta device, by the path of its parameter, when it is written.
         progress: called with a line of text at each step.
 
     Returns:
@@ -71,7 +73,7 @@ def convert(
     with workspace(target) as folder:
         package = folder / target.name
         (package / "Data/com.apple.CoreML/weights").mkdir(parents=True)
-        results = _write(module, package, specs, states, metadata or {}, compression, duplicate_tied, say)
+        results = _write(module, package, specs, states, metadata or {}, compression, duplicate_tied, load, say)
         say("reading back and checking")
         _check(Package.open(package), module, specs, states, results, expectations or Expectations())
         move_into_place(package, target, folder)
@@ -153,6 +155,7 @@ def _write(
     metadata: Mapping[str, str],
     compression: Compression | None,
     duplicate_tied: bool,
+    load: Callable[[str], Tensor] | None,
     say: Callable[[str], None],
 ) -> dict[str, list[Feature]]:
     """Fills the package's folder; returns the types of each function's results in the trace."""
@@ -184,7 +187,13 @@ def _write(
     say(f"writing {len(weights)} weights")
     with WeightWriter(data / "weights/weight.bin") as writer:
         bound = bind_weights(
-            weights, names, writer, compression=compression, duplicate_tied=duplicate_tied, progress=say
+            weights,
+            names,
+            writer,
+            compression=compression,
+            duplicate_tied=duplicate_tied,
+            load=load,
+            progress=say,
         )
         merged = merge_functions({name: model.get_spec() for name, model in models.items()}, bound, files, writer)
     if writer.bytes_written > WEIGHT_LIMIT:

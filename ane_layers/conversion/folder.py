@@ -13,7 +13,7 @@ from ane_layers.compression.plan import Importance
 from ane_layers.compression.preparation import prepare
 from ane_layers.conversion.chunks import check_folder, choose_parts, convert_chunks
 from ane_layers.conversion.converter import check_target
-from ane_layers.models import from_folder, outline
+from ane_layers.models import open_folder, outline
 from ane_layers.models.part import Part
 from ane_layers.program import Package
 
@@ -111,10 +111,9 @@ def convert_folder(
     check_output(target, chunking, recipe)
 
     def load(part: Part | None = None) -> Any:
-        return from_folder(
+        return open_folder(
             folder,
             context_length=loading.context_length,
-            dtype=None,
             fuse=loading.fuse,
             part=part,
             **loading.options,

@@ -23,6 +23,15 @@ def from_folder(folder: str | Path, **options: Any) -> CausalLM:
     return _family(*load_config(folder)).from_pretrained(folder, **options)
 
 
+def open_folder(folder: str | Path, **options: Any) -> CausalLM:
+    """`open` of the family that the folder's `model_type` names: for conversion, large weights stay in the folder.
+
+    Raises:
+        ValueError: as `from_folder`.
+    """
+    return _family(*load_config(folder)).open(folder, **options)
+
+
 def _family(config: Mapping[str, Any], path: Path) -> type[CausalLM]:
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
@@ -60,4 +69,13 @@ def outline(folder: str | Path, *, context_length: int = 2, fuse: bool = True, *
     return model
 
 
-__all__ = ["FAMILIES", "CausalLM", "Exaone4", "Exaone4Config", "from_folder", "longest_context", "outline"]
+__all__ = [
+    "FAMILIES",
+    "CausalLM",
+    "Exaone4",
+    "Exaone4Config",
+    "from_folder",
+    "longest_context",
+    "open_folder",
+    "outline",
+]

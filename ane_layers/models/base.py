@@ -29,6 +29,7 @@ from ane_layers.layers import (
 from ane_layers.models.config import FULL, SLIDING
 from ane_layers.models.part import Part
 from ane_layers.models.step import Step
+from ane_layers.models.stored import StoredWeights
 
 if TYPE_CHECKING:
     from ane_layers.compression import Compression
@@ -115,6 +116,7 @@ class CausalLM(nn.Module):
         kinds = getattr(config, "layer_types", None) or (FULL,) * config.num_hidden_layers
         self.kinds: tuple[str, ...] = tuple(kinds[self.part.first : self.part.last])
         self.fused = False
+        self.stored: StoredWeights | None = None
         self.model = Decoder(config, (self.decoder_layer(kind) for kind in self.kinds), self.part)
         if self.part.head:
             self.lm_head = OutputHead(config.hidden_size, config.vocab_size, pieces=head_pieces)
@@ -243,6 +245,7 @@ class CausalLM(nn.Module):
         model.allocate()
         names = model.state_dict().keys()
         model.load_state_dict({name: self.state_dict()[name] for name in names}, assign=True)
+        model.stored = self.stored
         return model.requires_grad_(False).eval()
 
     @classmethod
@@ -273,30 +276,72 @@ class CausalLM(nn.Module):
         with torch.device("meta"):  # parameters are assigned below; nothing is drawn or allocated first
             model = cls(config, context_length=context_length, **options)
         model.allocate()
-        tied = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
-        own = model.checkpoint_shapes()
-        # The whole folder is checked, whichever part of it is read.
-        expected = own if model.part.whole else cls._outline(config).checkpoint_shapes()
-        tensors: dict[str, Tensor] = {}
-        for name, source in checkpoint.check(expected, tied=tied).items():
-            if name not in own:
-                continue
-            if source not in tensors:
-                tensor = checkpoint[source]
-                if dtype is None:  # here the tensor still has the checkpoint's name; later it may be part of another
-                    check_float16(source, tensor, file=checkpoint.file(source))
-                tensors[source] = tensor if dtype is None else tensor.to(dtype)
-            tensors[name] = tensors[source]  # a tied table stays one tensor
-        model.load_state_dict({name: tensors[name] for name in own}, assign=True)
-        model.requires_grad_(False).eval()
+        model._load(checkpoint, cls._sources(config, checkpoint), dtype=dtype)
         if fuse:
             model.fuse()
         return model
 
     @classmethod
-    def _outline(cls, config: Any) -> Self:
+    def open(cls, folder: str | Path, *, context_length: int, fuse: bool = True, **options: Any) -> Self:
+        """Opens a folder for conversion: large weights stay in its files, and are read, a layer at a time, when they are written.
+
+        Takes the arguments of `from_pretrained`, and refuses what it refuses; values that fp16 cannot hold, during the conversion.
+        """
+        config = cls.config_class.from_pretrained(folder)
+        checkpoint = Checkpoint.open(folder)
+        sources = cls._sources(config, checkpoint)
         with torch.device("meta"):
-            return cls(config, context_length=1)
+            model = cls(config, context_length=context_length, **options)
+        model.allocate()
+        model._load(checkpoint, sources, dtype=None, large=False)
+        if fuse:
+            model.fuse()
+
+        def load(part: Part) -> CausalLM:
+            with torch.device("meta"):
+                loaded = cls(config, context_length=context_length, **(options | {"part": part}))
+            loaded.allocate()
+            loaded._load(checkpoint.reopened(), sources, dtype=None)
+            if fuse:
+                loaded.fuse()
+            return loaded
+
+        model.stored = StoredWeights(load)
+        return model
+
+    @classmethod
+    def _sources(cls, config: Any, checkpoint: Checkpoint) -> dict[str, str]:
+        """Holds a folder against the whole model: parameter name → name that it is stored under."""
+        tied = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
+        with torch.device("meta"):
+            whole = cls(config, context_length=1)
+        return checkpoint.check(whole.checkpoint_shapes(), tied=tied)
+
+    def _load(
+        self, checkpoint: Checkpoint, sources: Mapping[str, str], *, dtype: torch.dtype | None, large: bool = True
+    ) -> None:
+        """Assigns the stored tensors; without `large` ones, those of embedding, head and projections have no values."""
+        tensors: dict[str, Tensor] = {}
+        left = set() if large else self._large_weights()
+        for name in self.checkpoint_shapes():
+            source = sources[name]
+            if source in tensors:
+                pass  # a tied table stays one tensor
+            elif name in left:
+                shape, kind = checkpoint.shape(source), checkpoint.dtype(source)
+                tensors[source] = torch.empty(shape, dtype=kind, device="meta")
+            else:
+                tensor = checkpoint[source]
+                if dtype is None:  # here the tensor still has the checkpoint's name; later it may be part of another
+                    check_float16(source, tensor, file=checkpoint.file(source))
+                tensors[source] = tensor if dtype is None else tensor.to(dtype)
+            tensors[name] = tensors[source]
+        self.load_state_dict({name: tensors[name] for name in self.checkpoint_shapes()}, assign=True)
+        self.requires_grad_(False).eval()
+
+    def _large_weights(self) -> set[str]:
+        kinds = (Linear, Embedding, OutputHead)
+        return {f"{path}.weight" for path, module in self.named_modules() if isinstance(module, kinds)}
 
     def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor that a checkpoint of this model must have, before `fuse`."""
@@ -330,6 +375,10 @@ class CausalLM(nn.Module):
         """
         if input_ids.ndim != 2 or input_ids.shape[0] != 1:
             raise ValueError(f"input_ids must be of shape [1, S], got {list(input_ids.shape)}")
+        if self.stored is not None:
+            raise ValueError(
+                "the model was opened for conversion, its weights are in its folder; load it with from_pretrained"
+            )
         types = {parameter.dtype for parameter in self.parameters()} - {torch.float32}
         if types:
             raise ValueError(
