@@ -117,7 +117,8 @@ have no finding but expected ones (tested, with a head size and a context that a
 
 {unexplained}
 
-`--head-sharing repeat_kv` is told what it repeats, and sizes that a rule minds (of states, weights, the vocabulary) are told as well.
+`--head-sharing repeat_kv` is told what it repeats, `--no-fuse` that it transposes the heads of a single token; sizes that a rule minds
+(of states, weights, the vocabulary) are told as well.
 
 **Failing a build.** `fails(findings, "warning")`, and `--fail-on warning` on the command line, look for a finding of that severity or
 above. Expected and suppressed findings do not fail.
