@@ -15,6 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
+import fold_existing
 from stock_models import convert_stock, random_model
 
 from ane_layers import causal_mask
@@ -208,3 +209,16 @@ def test_the_command_prints_text_and_skips_the_check(repeating: Path, tmp_path: 
     assert done.returncode == 0, done.stderr
     assert "decode: 2 attentions folded; tile 4 → 0" in done.stdout
     assert "against the original" not in done.stdout
+
+
+def test_the_benchmark_measures_what_the_reports_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sizes = {name: SIZES[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")}
+    monkeypatch.setitem(fold_existing.GEOMETRIES, "tiny", {"family": "Qwen2", "intermediate_size": 8, **sizes})
+    row = fold_existing.measure(
+        "tiny", attention="sdpa", tokens=3, context=16, layers=2, folder=tmp_path, say=lambda line: None
+    )
+    assert row["after"] == row["on_disk"]
+    assert (row["before"]["tiles"], row["after"]["tiles"], row["folded"]) == (4, 0, 2)
+    # Two tensors a layer, of six heads of eight numbers in two bytes for each slot.
+    assert row["before"]["tile_mb"] == 2 * 2 * 6 * 16 * 8 * 2 / 1e6
+    assert "4 → 0" in fold_existing.table([row])[2]

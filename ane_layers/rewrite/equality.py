@@ -53,7 +53,7 @@ def equality(
     """Calls every function of both packages with the same numbers, one call after the other on the same states.
 
     States begin with random numbers, and masks and the like are random too: whatever the numbers mean, equal programs make the same of
-    them. An integer input with one element is taken for a position and counts the calls; other integers are below 8.
+    them. Integers along one axis or none are taken for positions, which count the calls; other integers are below 8.
 
     Args:
         first: a package.
@@ -92,7 +92,7 @@ def equality(
                 if inputs is not None or not call:
                     raise
                 data |= {
-                    value.name: 0 * data[value.name] for value in function.inputs if _is_position(value.tensor_type)
+                    value.name: data[value.name] - call for value in function.inputs if _is_position(value.tensor_type)
                 }
                 wanted = programs[0].predict(data, states[0])
             results = [wanted, programs[1].predict(data, states[1])]
@@ -128,7 +128,8 @@ def _inputs(function: Function, call: int, generator: np.random.Generator) -> di
             raise ValueError(f"input {value.name} of function {function.name} has no fixed shape")
         if "int" in type_.dtype:
             shape = tuple(size for size in type_.shape if size is not None)
-            numbers = np.full(shape, call) if _is_position(type_) else generator.integers(0, INTEGERS, shape)
+            positions = call + np.arange(type_.element_count)
+            numbers = positions.reshape(shape) if _is_position(type_) else generator.integers(0, INTEGERS, shape)
             data[value.name] = numbers.astype(np.int32)
         else:
             data[value.name] = _random(type_, generator)
@@ -136,7 +137,7 @@ def _inputs(function: Function, call: int, generator: np.random.Generator) -> di
 
 
 def _is_position(type_: TensorType) -> bool:
-    return "int" in type_.dtype and type_.element_count == 1 and type_.rank < 2
+    return "int" in type_.dtype and type_.rank < 2
 
 
 def _random(type_: TensorType, generator: np.random.Generator) -> np.ndarray:
