@@ -32,10 +32,13 @@ from ane_layers.layers import (
     folded_rows,
     fuse_linears,
     merge_heads,
+    reorder_rows,
     rolling_slots,
+    rotary_factor,
     rotary_frequencies,
     rotate,
     sliding_mask,
+    soft_cap,
     split_heads,
 )
 
@@ -70,9 +73,12 @@ __all__ = [
     "folded_rows",
     "fuse_linears",
     "merge_heads",
+    "reorder_rows",
     "rolling_slots",
+    "rotary_factor",
     "rotary_frequencies",
     "rotate",
     "sliding_mask",
+    "soft_cap",
     "split_heads",
 ]

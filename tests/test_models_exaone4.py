@@ -18,7 +18,7 @@ from torch.testing import assert_close
 
 from ane_layers.layers import KVCache, NoCache, causal_mask, folded_columns, folded_rows, merge_heads
 from ane_layers.models import Exaone4, Exaone4Config, from_folder
-from ane_layers.models.exaone4 import FoldedExaone4Attention
+from ane_layers.models.attention import FoldedSelfAttention
 from ane_layers.models.step import Step
 
 Folder = Callable[..., Path]
@@ -255,7 +255,7 @@ def heads_of(model: Exaone4, layer: int, x: Tensor) -> Tensor:
     attention.o_proj = torch.nn.Identity()
     out = attention(x, step(model, 0, x.shape[3], NoCache()), layer)
     attention.o_proj = projection
-    if isinstance(attention, FoldedExaone4Attention):
+    if isinstance(attention, FoldedSelfAttention):
         out = out[:, folded_columns(8, 2, 16).argsort()]
     return out
 
@@ -539,7 +539,7 @@ def test_windows_of_another_model_have_48_rolling_and_16_full_layers(exaone4_fol
         model = Exaone4(large, context_length=8192)
     assert model.cache.key.shape[0] == 16
     assert model.sliding_cache.key.shape[:3] == (48, 2, 4160)  # 4096 + 64 − 1, to a multiple of 32
-    assert [layer.self_attn.rotates for layer in model.decoder_layers()[:4]] == [True, True, True, False]
+    assert [bool(layer.self_attn.rotated) for layer in model.decoder_layers()[:4]] == [True, True, True, False]
 
 
 @torch.no_grad()

@@ -23,11 +23,12 @@ from ane_layers.layers.folding import (
 )
 from ane_layers.layers.head import OutputHead
 from ane_layers.layers.kv_cache import Context, KVCache, KvMode, NoCache
-from ane_layers.layers.linear import Linear, fuse_linears
+from ane_layers.layers.linear import Linear, fuse_linears, reorder_rows
 from ane_layers.layers.masks import MASKED, causal_mask, fold_mask, rolling_slots, sliding_mask
 from ane_layers.layers.norm import RMSNorm
-from ane_layers.layers.rotary import RotaryEmbedding, rotary_frequencies, rotate
-from ane_layers.layers.softmax import ane_softmax
+from ane_layers.layers.rotary import RotaryEmbedding, rotate
+from ane_layers.layers.rotary_scaling import rotary_factor, rotary_frequencies
+from ane_layers.layers.softmax import ane_softmax, soft_cap
 
 __all__ = [
     "MASKED",
@@ -56,9 +57,12 @@ __all__ = [
     "folded_rows",
     "fuse_linears",
     "merge_heads",
+    "reorder_rows",
     "rolling_slots",
+    "rotary_factor",
     "rotary_frequencies",
     "rotate",
     "sliding_mask",
+    "soft_cap",
     "split_heads",
 ]

@@ -9,7 +9,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ane_layers.layers.masks import fold_mask
-from ane_layers.layers.softmax import ane_softmax
+from ane_layers.layers.softmax import ane_softmax, soft_cap
 
 HeadSharing = Literal["fold", "repeat_kv"]
 
@@ -30,6 +30,7 @@ class GroupedQueryAttention(nn.Module):
         head_dim: D.
         scale: factor on the scores, `D ** -0.5` by default. 1.0 costs no operation, for ports that fold it into a weight.
         head_sharing: `"fold"` or `"repeat_kv"`.
+        softcap: if given, scores are capped before the mask; see `soft_cap`.
 
     Shape:
         - query: `[B, H, S, D]`
@@ -51,6 +52,7 @@ class GroupedQueryAttention(nn.Module):
         head_dim: int,
         scale: float | None = None,
         head_sharing: HeadSharing = "fold",
+        softcap: float | None = None,
     ) -> None:
         super().__init__()
         check_heads(num_attention_heads, num_key_value_heads)
@@ -61,6 +63,7 @@ class GroupedQueryAttention(nn.Module):
         self.head_dim = head_dim
         self.scale = head_dim**-0.5 if scale is None else scale
         self.head_sharing = head_sharing
+        self.softcap = softcap
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         length = query.shape[2]
@@ -98,6 +101,8 @@ class GroupedQueryAttention(nn.Module):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         scores = query @ key.transpose(-1, -2)  # [B, K, G·S, T]
+        if self.softcap is not None:
+            scores = soft_cap(scores, self.softcap)
         if mask is not None:
             scores = scores + mask
         return ane_softmax(scores) @ value

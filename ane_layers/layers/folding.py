@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from ane_layers.layers.attention import HeadSharing, check_head_sharing, check_heads, repeat_kv
 from ane_layers.layers.kv_cache import Context
-from ane_layers.layers.linear import Linear, fuse_linears
+from ane_layers.layers.linear import Linear, fuse_linears, reorder_rows
 from ane_layers.layers.norm import RMSNorm
+from ane_layers.layers.softmax import soft_cap
 
 
 def folded_rows(num_attention_heads: int, num_key_value_heads: int, head_dim: int) -> Tensor:
@@ -39,12 +40,8 @@ def fold_projections(query: Linear, key: Linear, value: Linear, *, num_key_value
     Raises:
         ValueError: for sizes that do not fit, or if some have a bias and some do not.
     """
-    joined = fuse_linears([query, key, value])
     rows = folded_rows(query.out_features // head_dim, num_key_value_heads, head_dim)
-    joined.weight = nn.Parameter(joined.weight[rows], requires_grad=False)
-    if joined.bias is not None:
-        joined.bias = nn.Parameter(joined.bias[rows], requires_grad=False)
-    return joined
+    return reorder_rows(fuse_linears([query, key, value]), rows)
 
 
 def fold_output(output: Linear, *, num_key_value_heads: int, head_dim: int) -> Linear:
@@ -103,6 +100,7 @@ class FoldedAttention(nn.Module):
         num_key_value_heads: K, a divisor of H.
         head_dim: D.
         head_sharing: `"repeat_kv"` writes K and V out for every query head, for comparison: same weights, same result.
+        softcap: if given, scores are capped before the mask; see `soft_cap`.
 
     Shape:
         - query: `[B, K, D, G·S]`, query g of token s at `g·S + s`
@@ -119,11 +117,13 @@ class FoldedAttention(nn.Module):
         num_key_value_heads: int,
         head_dim: int,
         head_sharing: HeadSharing = "fold",
+        softcap: float | None = None,
     ) -> None:
         super().__init__()
         check_heads(num_attention_heads, num_key_value_heads)
         check_head_sharing(head_sharing)
         self.head_sharing = head_sharing
+        self.softcap = softcap
         self.num_attention_heads = num_attention_heads
         self.num_key_value_heads = num_key_value_heads
         self.groups = num_attention_heads // num_key_value_heads
@@ -157,9 +157,9 @@ class FoldedAttention(nn.Module):
         query = query.transpose(2, 3)  # [B, K, G·S, D]: an attribute of the matrix product, no operation
         scores = query @ context.key.transpose(2, 3)  # [B, K, G·S, T]
         if context.new_key is None:
-            return context.value.transpose(2, 3) @ self._softmax(scores + mask).transpose(2, 3)
+            return context.value.transpose(2, 3) @ self._weights(scores, mask).transpose(2, 3)
         scores = torch.cat([scores, query @ context.new_key], dim=3)  # [B, K, G·S, T + S]
-        weights = self._softmax(scores + mask)
+        weights = self._weights(scores, mask)
         old, new = weights.split([context.key.shape[2], context.new_key.shape[3]], dim=3)
         assert context.new_value is not None
         return context.value.transpose(2, 3) @ old.transpose(2, 3) + context.new_value @ new.transpose(2, 3)
@@ -167,13 +167,14 @@ class FoldedAttention(nn.Module):
     def _repeated(self, query: Tensor, context: Context, mask: Tensor) -> Tensor:
         query = rearrange(query, "b k d (g s) -> b (k g) s d", g=self.groups)
         key, value = (repeat_kv(part, self.groups) for part in context.joined())
-        heads = self._softmax(query @ key.transpose(2, 3) + mask) @ value  # [B, H, S, D]
+        heads = self._weights(query @ key.transpose(2, 3), mask) @ value  # [B, H, S, D]
         return rearrange(heads, "b (k g) s d -> b k d (g s)", k=self.num_key_value_heads)
 
-    @staticmethod
-    def _softmax(scores: Tensor) -> Tensor:
+    def _weights(self, scores: Tensor, mask: Tensor) -> Tensor:
+        if self.softcap is not None:
+            scores = soft_cap(scores, self.softcap)
         # One operation. It takes the largest score off itself; `ane_softmax` spells the same out in five.
-        return scores.softmax(dim=3)
+        return (scores + mask).softmax(dim=3)
 
     def extra_repr(self) -> str:
         return (

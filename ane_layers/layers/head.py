@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ane_layers.layers.linear import Linear
+from ane_layers.layers.softmax import soft_cap
 
 SMALLEST_AXIS_LIMIT = 16_384
 """The longest axis that every known engine takes (A15, M2 and before). Source: ANEForge's notes, of medium confidence."""
@@ -25,6 +26,8 @@ class OutputHead(nn.Module):
         hidden_size: C.
         vocab_size: rows of the table.
         pieces: into how many convolutions it is split; by default 1 up to a vocabulary of 16,384 and 16 beyond.
+        scale: factor on the logits, applied to the C values that they are made of.
+        softcap: if given, logits are `softcap · tanh(logits / softcap)`.
 
     Shape:
         - input: `[B, C, 1, S]`
@@ -36,8 +39,18 @@ class OutputHead(nn.Module):
     Source: Anemll advises 16 pieces; CoreML-LLM measured a small loss by splitting a vocabulary of 262k. Hence a setting.
     """
 
-    def __init__(self, hidden_size: int, vocab_size: int, *, pieces: int | None = None) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        pieces: int | None = None,
+        scale: float = 1.0,
+        softcap: float | None = None,
+    ) -> None:
         super().__init__()
+        self.scale = scale
+        self.softcap = softcap
         if pieces is None:
             pieces = 1 if vocab_size <= SMALLEST_AXIS_LIMIT else 16
         if not 1 <= pieces <= vocab_size:
@@ -54,8 +67,17 @@ class OutputHead(nn.Module):
         self.pieces = nn.ModuleList(Linear(hidden_size, size) for size in self.sizes)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits = torch.cat([piece(x) for piece in self.pieces], dim=1)  # [B, V, 1, S]
-        return _tokens_first(logits)
+        logits = torch.cat(self._logits(x), dim=1)  # [B, V, 1, S]
+        return _tokens_first(self._capped(logits))
+
+    def _logits(self, x: Tensor) -> list[Tensor]:
+        """Of each piece, `[B, size, 1, S]`, not capped: a cap keeps their order."""
+        if self.scale != 1.0:
+            x = x * self.scale
+        return [piece(x) for piece in self.pieces]
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        return logits if self.softcap is None else soft_cap(logits, self.softcap)
 
     def argmax(self, x: Tensor) -> Tensor:
         """The most likely token of every position, the first one of several: found in each piece, then among the pieces' largest.
@@ -64,7 +86,7 @@ class OutputHead(nn.Module):
             - x: `[B, C, 1, S]`
             - output: int32 `[B, S]`
         """
-        logits = [_tokens_first(piece(x)) for piece in self.pieces]  # [B, S, size] each
+        logits = [_tokens_first(part) for part in self._logits(x)]  # [B, S, size] each
         largest = torch.cat([part.amax(dim=2, keepdim=True) for part in logits], dim=2)  # [B, S, pieces]
         numbers = [
             part.argmax(dim=2, keepdim=True).to(torch.int32) + first
@@ -88,15 +110,15 @@ class OutputHead(nn.Module):
         if not 1 <= k <= self.vocab_size:
             raise ValueError(f"OutputHead: top_k must be within 1 … {self.vocab_size}, got {k}")
         found = [
-            _tokens_first(piece(x)).topk(min(k, size), dim=2)
-            for piece, size in zip(self.pieces, self.sizes, strict=True)
+            _tokens_first(part).topk(min(k, size), dim=2)
+            for part, size in zip(self._logits(x), self.sizes, strict=True)
         ]
         values = torch.cat([part.values for part in found], dim=2)  # [B, S, pieces·k]
         numbers = [part.indices.to(torch.int32) + first for part, first in zip(found, self._firsts(), strict=True)]
         if len(numbers) == 1:
-            return numbers[0], values
+            return numbers[0], self._capped(values)
         best = values.topk(k, dim=2)
-        return torch.cat(numbers, dim=2).gather(2, best.indices), best.values
+        return torch.cat(numbers, dim=2).gather(2, best.indices), self._capped(best.values)
 
     def _firsts(self) -> list[int]:
         """The number of the first token of each piece."""

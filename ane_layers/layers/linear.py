@@ -74,3 +74,16 @@ def fuse_linears(linears: Sequence[Linear]) -> Linear:
             torch.cat([bias.detach() for bias in biases if bias is not None]), requires_grad=False
         )
     return fused
+
+
+def reorder_rows(linear: Linear, rows: Tensor) -> Linear:
+    """A `Linear` with its output channels in another order. A step of loading.
+
+    Shape:
+        - rows: int64 `[out_features]`, the old number of each new channel
+    """
+    reordered = fuse_linears([linear])
+    reordered.weight = nn.Parameter(reordered.weight[rows], requires_grad=False)
+    if reordered.bias is not None:
+        reordered.bias = nn.Parameter(reordered.bias[rows], requires_grad=False)
+    return reordered

@@ -23,6 +23,7 @@ class RMSNorm(nn.Module):
         size: C, the number of elements that are normalised together.
         eps: added to the mean of squares; exactly as given, never floored.
         dim: the axis of C; 1 for hidden states `[B, C, 1, S]`, -1 for heads `[B, H, S, D]`.
+        offset: added to the weight; 1 for checkpoints that store how far the weight is from 1.
 
     Shape:
         - input: any, with C elements along `dim`
@@ -32,13 +33,14 @@ class RMSNorm(nn.Module):
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
 
-    def __init__(self, size: int, *, eps: float, dim: int = -1) -> None:
+    def __init__(self, size: int, *, eps: float, dim: int = -1, offset: float = 0.0) -> None:
         super().__init__()
         if eps < 0:
             raise ValueError(f"RMSNorm: eps must not be negative, got {eps}")
         self.size = size
         self.eps = eps
         self.dim = dim
+        self.offset = offset
         self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -51,10 +53,15 @@ class RMSNorm(nn.Module):
 
     def spread_weight(self, x: Tensor) -> Tensor:
         """The weight in a shape that broadcasts against x."""
-        weight: Tensor = self.weight
+        weight = self.gain()
         if weight.ndim == 1:
             weight = weight.view(self.size, *[1] * (x.ndim - 1 - self.dim % x.ndim))  # [C, 1, …]: C stands at `dim`
         return weight
 
+    def gain(self) -> Tensor:
+        """What the normalised values are multiplied by: the weight with its offset, a constant by the time that a program is written."""
+        return self.weight + self.offset if self.offset else self.weight
+
     def extra_repr(self) -> str:
-        return f"{self.size}, eps={self.eps}, dim={self.dim}"
+        offset = f", offset={self.offset}" if self.offset else ""
+        return f"{self.size}, eps={self.eps}, dim={self.dim}{offset}"

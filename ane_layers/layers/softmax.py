@@ -1,4 +1,4 @@
-"""Softmax in the operations that the Neural Engine is known to run."""
+"""Softmax in the operations that the Neural Engine is known to run, and the cap on what goes into it."""
 
 from __future__ import annotations
 
@@ -22,3 +22,19 @@ def ane_softmax(scores: Tensor, dim: int = -1) -> Tensor:
     """
     exponentials = (scores - scores.amax(dim=dim, keepdim=True)).exp()
     return exponentials / exponentials.sum(dim=dim, keepdim=True)
+
+
+def soft_cap(scores: Tensor, cap: float) -> Tensor:
+    """`cap · tanh(scores / cap)`: close to the scores where they are small, and never beyond the cap.
+
+    Args:
+        scores: attention scores before their mask, or logits.
+        cap: above 0.
+
+    Shape:
+        - scores: any
+        - output: as scores
+
+    Source: Gemma Team, "Gemma 2", 2024.
+    """
+    return (scores / cap).tanh() * cap

@@ -8,9 +8,22 @@ import torch
 
 from ane_layers.models.base import CausalLM
 from ane_layers.models.config import family_hint, load_config
+from ane_layers.models.exaone import Exaone, ExaoneConfig
 from ane_layers.models.exaone4 import Exaone4, Exaone4Config
+from ane_layers.models.gemma3 import Gemma3, Gemma3Config
+from ane_layers.models.granite import Granite, GraniteConfig
+from ane_layers.models.llama import Llama, LlamaConfig
+from ane_layers.models.mistral import Mistral, MistralConfig
+from ane_layers.models.olmo2 import Olmo2, Olmo2Config
+from ane_layers.models.phi3 import Phi3, Phi3Config
+from ane_layers.models.qwen2 import Qwen2, Qwen2Config
+from ane_layers.models.qwen3 import Qwen3, Qwen3Config
+from ane_layers.models.smollm3 import SmolLM3, SmolLM3Config
 
-FAMILIES: dict[str, type[CausalLM]] = {"exaone4": Exaone4}
+FAMILIES: dict[str, type[CausalLM]] = {
+    family.config_class.model_type: family
+    for family in (Exaone, Exaone4, Gemma3, Granite, Llama, Mistral, Olmo2, Phi3, Qwen2, Qwen3, SmolLM3)
+}
 """Classes by `model_type`."""
 
 
@@ -72,8 +85,28 @@ def outline(folder: str | Path, *, context_length: int = 2, fuse: bool = True, *
 __all__ = [
     "FAMILIES",
     "CausalLM",
+    "Exaone",
     "Exaone4",
     "Exaone4Config",
+    "ExaoneConfig",
+    "Gemma3",
+    "Gemma3Config",
+    "Granite",
+    "GraniteConfig",
+    "Llama",
+    "LlamaConfig",
+    "Mistral",
+    "MistralConfig",
+    "Olmo2",
+    "Olmo2Config",
+    "Phi3",
+    "Phi3Config",
+    "Qwen2",
+    "Qwen2Config",
+    "Qwen3",
+    "Qwen3Config",
+    "SmolLM3",
+    "SmolLM3Config",
     "from_folder",
     "longest_context",
     "open_folder",

@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
-from ane_layers.checkpoint import Checkpoint, check_float16
+from ane_layers.checkpoint import Checkpoint
 from ane_layers.layers import (
     Embedding,
     HeadSharing,
     KVCache,
     KvMode,
-    Linear,
     NoCache,
     OutputHead,
     RMSNorm,
     RotaryEmbedding,
     causal_mask,
     rolling_slots,
+    rotary_factor,
     rotary_frequencies,
     sliding_mask,
 )
@@ -30,6 +30,7 @@ from ane_layers.models.config import FULL, SLIDING
 from ane_layers.models.part import Part
 from ane_layers.models.step import Step
 from ane_layers.models.stored import StoredWeights
+from ane_layers.models.weights import Names, find_sources, load_weights, stored_shapes
 
 if TYPE_CHECKING:
     from ane_layers.compression import Compression
@@ -52,20 +53,20 @@ class DecoderLayers(nn.ModuleList):
 class Decoder(nn.Module):
     """Embedding, decoder layers and final norm, named as in Hugging Face's checkpoints; or a part of them."""
 
-    def __init__(self, config: Any, layers: Iterable[nn.Module], part: Part) -> None:
+    def __init__(self, config: Any, layers: Iterable[nn.Module], norm: RMSNorm, part: Part) -> None:
         super().__init__()
         if part.embedding:
-            self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+            self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, scale=config.embedding_scale)
         self.layers = DecoderLayers(layers, first=part.first)
         if part.head:
-            self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dim=1)
+            self.norm = norm
 
 
 class CausalLM(nn.Module):
     """A decoder with KV caches. A family sets `config_class` and writes `decoder_layer`.
 
     A layer has `kind` (`"full_attention"` or `"sliding_attention"`), `self_attn` with `align(step)`, `fuse()` and
-    `forward(x, step, number)`, where `number` counts the layers of its kind.
+    `forward(x, step, number)`, where `number` counts the layers of its kind; see `ane_layers.models.blocks`.
 
     Args:
         config: the family's config.
@@ -88,6 +89,7 @@ class CausalLM(nn.Module):
     """
 
     config_class: Any
+    stored_names: ClassVar[Names] = {}
 
     def __init__(
         self,
@@ -117,24 +119,46 @@ class CausalLM(nn.Module):
         self.kinds: tuple[str, ...] = tuple(kinds[self.part.first : self.part.last])
         self.fused = False
         self.stored: StoredWeights | None = None
-        self.model = Decoder(config, (self.decoder_layer(kind) for kind in self.kinds), self.part)
+        layers = (self.decoder_layer(number, kind) for number, kind in enumerate(self.kinds, self.part.first))
+        self.model = Decoder(config, layers, self.norm(config.hidden_size, dim=1), self.part)
         if self.part.head:
-            self.lm_head = OutputHead(config.hidden_size, config.vocab_size, pieces=head_pieces)
+            self.lm_head = OutputHead(
+                config.hidden_size,
+                config.vocab_size,
+                pieces=head_pieces,
+                scale=config.logit_scale,
+                softcap=config.logit_softcap,
+            )
         self.allocate()
 
-    def decoder_layer(self, kind: str) -> nn.Module:
-        """A layer of the family, by its kind of attention."""
+    def decoder_layer(self, number: int, kind: str) -> nn.Module:
+        """A layer of the family, by its number and its kind of attention."""
         raise NotImplementedError
+
+    def norm(self, size: int, *, dim: int) -> RMSNorm:
+        """A norm of the family."""
+        return RMSNorm(size, eps=self.config.rms_norm_eps, dim=dim)
 
     def allocate(self) -> None:
         """Builds caches and constant tables, which no checkpoint holds."""
-        config = self.config
-        frequencies = rotary_frequencies(
-            config.head_dim, rope_theta=config.rope_theta, rope_scaling=config.rope_scaling
-        )
-        self.rotary = RotaryEmbedding(frequencies, max_positions=self.context_length)
+        self.rotary = self._rotary(FULL)
+        # One table, unless sliding-window layers have frequencies of their own.
+        shared = self.config.rope(SLIDING) == self.config.rope(FULL)
+        self.sliding_rotary = self.rotary if shared else self._rotary(SLIDING)
         self.cache = self._cache(FULL, self.context_length)
         self.sliding_cache = self._cache(SLIDING, self.sliding_slots)
+
+    def _rotary(self, kind: str) -> RotaryEmbedding:
+        theta, scaling = self.config.rope(kind)
+        frequencies = rotary_frequencies(
+            self.config.rotary_dim, rope_theta=theta, rope_scaling=scaling, context_length=self.context_length
+        )
+        return RotaryEmbedding(
+            frequencies,
+            max_positions=self.context_length,
+            head_dim=self.config.head_dim,
+            factor=rotary_factor(scaling),
+        )
 
     def _cache(self, kind: str, slots: int) -> KVCache | None:
         layers = self.kinds.count(kind)
@@ -204,9 +228,11 @@ class CausalLM(nn.Module):
             return {}
         if position is None:
             raise ValueError(f"{type(self).__name__} has layers and needs the position of the first token")
-        cos, sin = self.rotary(position, length)
         steps = {}
-        for kind, cache in ((FULL, self.cache), (SLIDING, self.sliding_cache)):
+        for kind, cache, rotary in (
+            (FULL, self.cache, self.rotary),
+            (SLIDING, self.sliding_cache, self.sliding_rotary),
+        ):
             if cache is None:
                 continue
             mask = masks[kind]
@@ -214,6 +240,7 @@ class CausalLM(nn.Module):
                 raise ValueError(f"{type(self).__name__} has {kind} layers and needs their mask")
             slots = mask.shape[3] - (length if cache.two_parts else 0)
             slot = position if kind == FULL else position % self.sliding_slots
+            cos, sin = rotary(position, length)
             step = Step(position=slot, mask=mask, cache=cache, cos=cos, sin=sin, slots=slots)
             first = next(layer for layer in self.decoder_layers() if layer.kind == kind)
             steps[kind] = first.self_attn.align(step)
@@ -276,7 +303,7 @@ class CausalLM(nn.Module):
         with torch.device("meta"):  # parameters are assigned below; nothing is drawn or allocated first
             model = cls(config, context_length=context_length, **options)
         model.allocate()
-        model._load(checkpoint, cls._sources(config, checkpoint), dtype=dtype)
+        load_weights(model, checkpoint, cls._sources(config, checkpoint), dtype=dtype)
         if fuse:
             model.fuse()
         return model
@@ -293,7 +320,7 @@ class CausalLM(nn.Module):
         with torch.device("meta"):
             model = cls(config, context_length=context_length, **options)
         model.allocate()
-        model._load(checkpoint, sources, dtype=None, large=False)
+        load_weights(model, checkpoint, sources, dtype=None, large=False)
         if fuse:
             model.fuse()
 
@@ -301,7 +328,7 @@ class CausalLM(nn.Module):
             with torch.device("meta"):
                 loaded = cls(config, context_length=context_length, **(options | {"part": part}))
             loaded.allocate()
-            loaded._load(checkpoint.reopened(), sources, dtype=None)
+            load_weights(loaded, checkpoint.reopened(), sources, dtype=None)
             if fuse:
                 loaded.fuse()
             return loaded
@@ -312,49 +339,13 @@ class CausalLM(nn.Module):
     @classmethod
     def _sources(cls, config: Any, checkpoint: Checkpoint) -> dict[str, str]:
         """Holds a folder against the whole model: parameter name → name that it is stored under."""
-        tied = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
         with torch.device("meta"):
             whole = cls(config, context_length=1)
-        return checkpoint.check(whole.checkpoint_shapes(), tied=tied)
-
-    def _load(
-        self, checkpoint: Checkpoint, sources: Mapping[str, str], *, dtype: torch.dtype | None, large: bool = True
-    ) -> None:
-        """Assigns the stored tensors; without `large` ones, those of embedding, head and projections have no values."""
-        tensors: dict[str, Tensor] = {}
-        left = set() if large else self._large_weights()
-        for name in self.checkpoint_shapes():
-            source = sources[name]
-            if source in tensors:
-                pass  # a tied table stays one tensor
-            elif name in left:
-                shape, kind = checkpoint.shape(source), checkpoint.dtype(source)
-                tensors[source] = torch.empty(shape, dtype=kind, device="meta")
-            else:
-                tensor = checkpoint[source]
-                if dtype is None:  # here the tensor still has the checkpoint's name; later it may be part of another
-                    check_float16(source, tensor, file=checkpoint.file(source))
-                tensors[source] = tensor if dtype is None else tensor.to(dtype)
-            tensors[name] = tensors[source]
-        self.load_state_dict({name: tensors[name] for name in self.checkpoint_shapes()}, assign=True)
-        self.requires_grad_(False).eval()
-
-    def _large_weights(self) -> set[str]:
-        kinds = (Linear, Embedding, OutputHead)
-        return {f"{path}.weight" for path, module in self.named_modules() if isinstance(module, kinds)}
+        return find_sources(whole, checkpoint, names=cls.stored_names, tied=config.tie_word_embeddings)
 
     def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor that a checkpoint of this model must have, before `fuse`."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        for path, module in self.named_modules():
-            if isinstance(module, OutputHead):
-                shapes[f"{path}.weight"] = (module.vocab_size, module.hidden_size)
-            elif not path.startswith("lm_head."):
-                for name, parameter in module.named_parameters(prefix=path, recurse=False):
-                    # A convolution's [out, in, 1, 1] is a linear layer's [out, in] in the file.
-                    is_matrix = isinstance(module, Linear) and parameter.ndim == 4
-                    shapes[name] = tuple(parameter.shape[:2] if is_matrix else parameter.shape)
-        return shapes
+        return stored_shapes(self, self.stored_names)
 
     @torch.no_grad()
     def extend(self, input_ids: Tensor, position: int = 0, *, last_only: bool = False) -> Tensor:

@@ -147,7 +147,13 @@ def check_model_type(cls: Any, config: Mapping[str, Any], *, file: str | Path) -
 
 def family_hint(model_type: Any) -> str:
     """What to say about a `model_type` that is easily mistaken for a supported one."""
-    return " (EXAONE 3.x, another architecture)" if model_type == "exaone" else ""
+    return f" ({_HINTS[model_type]})" if isinstance(model_type, str) and model_type in _HINTS else ""
+
+
+_HINTS = {
+    "exaone": "EXAONE 3.x, another architecture",
+    "gemma3": "Gemma 3 with its vision tower; save the language model alone, as gemma3_text",
+}
 
 
 def canonical(config: Mapping[str, Any], *, file: str | Path) -> dict[str, Any]:
@@ -156,7 +162,8 @@ def canonical(config: Mapping[str, Any], *, file: str | Path) -> dict[str, Any]:
     - `rope_parameters` (transformers 5) becomes `rope_theta` and `rope_scaling` (transformers 4). Where a file has both, transformers
       goes by `rope_parameters`; a contradiction is refused here.
     - Scaling of type default is no scaling; the key `type` of older files is `rope_type`.
-    - A missing `head_dim` is `hidden_size / num_attention_heads`; a pattern of 0 is none.
+    - A missing `head_dim` is `hidden_size / num_attention_heads`; `num_key_value_heads` of null is `num_attention_heads`; a pattern of 0
+      is none.
 
     Raises:
         ValueError: naming the file, the field and the value.
@@ -180,6 +187,8 @@ def canonical(config: Mapping[str, Any], *, file: str | Path) -> dict[str, Any]:
         size, heads = config.get("hidden_size"), config.get("num_attention_heads")
         if isinstance(size, int) and isinstance(heads, int) and heads > 0:
             config["head_dim"] = size // heads
+    if config.get("num_key_value_heads", 0) is None:
+        config["num_key_value_heads"] = config.get("num_attention_heads")
     if config.get("sliding_window_pattern") == 0:
         config["sliding_window_pattern"] = None
     return config
@@ -224,3 +233,31 @@ def layer_types(
     if SLIDING in types and sliding_window is None:
         raise ValueError(f"field layer_types holds {SLIDING!r} but sliding_window is null")
     return types
+
+
+def same_layers(config: Any) -> tuple[str, ...]:
+    """The kind of every layer where all have the same: sliding, unless there is no window, or one that the longest context fits in.
+
+    Raises:
+        ValueError: for a window that is not above 0.
+    """
+    if config.sliding_window is not None:
+        check_positive(config, "sliding_window")
+    windowed = config.sliding_window is not None and config.sliding_window < config.max_position_embeddings
+    return (SLIDING if windowed else FULL,) * config.num_hidden_layers
+
+
+def upper_layers(config: Any) -> None:
+    """Fills in `layer_types` where layers from `max_window_layers` on see a window, and takes a window away that is not used.
+
+    Raises:
+        ValueError: as `layer_types` does.
+    """
+    window = config.sliding_window if config.use_sliding_window else None
+    first = config.num_hidden_layers if window is None else config.max_window_layers
+    types = config.layer_types
+    if types is None:
+        types = tuple(SLIDING if number >= first else FULL for number in range(config.num_hidden_layers))
+    types = layer_types(config.num_hidden_layers, layer_types=types, sliding_window=window, pattern=None)
+    object.__setattr__(config, "sliding_window", window)
+    object.__setattr__(config, "layer_types", types)

@@ -7,16 +7,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from ane_layers.layers import rotary_frequencies
-from ane_layers.models.config import canonical, check_model_type, check_positive, load_config, read_fields
+from ane_layers.layers import rotary_factor, rotary_frequencies
+from ane_layers.models.config import (
+    FULL,
+    SLIDING,
+    canonical,
+    check_model_type,
+    check_positive,
+    load_config,
+    read_fields,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """Fields of a config.json that the arithmetic depends on, under Hugging Face's names; a family adds its own.
 
-    What transformers 4 and 5 write differently is brought to one form first (`ane_layers.models.config.canonical`). A field without
-    a default must be in the file; one that is not listed is refused.
+    What transformers 4 and 5 write differently is brought to one form first (`canonical`). A field without a default must be in the
+    file; one that is not listed is refused.
+
+    Attributes:
+        model_type: of the family.
+        harmless: fields that a file of this family may hold and that nobody reads.
     """
 
     vocab_size: int
@@ -37,6 +49,7 @@ class DecoderConfig:
     pad_token_id: int | None = None
 
     model_type: ClassVar[str]
+    harmless: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
         check_positive(self, "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim")
@@ -50,8 +63,35 @@ class DecoderConfig:
             raise ValueError(f"field rms_norm_eps must not be negative, got {self.rms_norm_eps}")
         if self.hidden_act != "silu":
             raise ValueError(f"field hidden_act must be 'silu', got {self.hidden_act!r}")
-        # Refuses an odd head_dim and scaling that is unknown or incomplete.
-        rotary_frequencies(self.head_dim, rope_theta=self.rope_theta, rope_scaling=self.rope_scaling)
+        for kind in (FULL, SLIDING):  # refuses an odd head_dim and scaling that is unknown or incomplete
+            theta, scaling = self.rope(kind)
+            longest = self.max_position_embeddings
+            rotary_frequencies(self.rotary_dim, rope_theta=theta, rope_scaling=scaling, context_length=longest)
+            rotary_factor(scaling)
+
+    def rope(self, kind: str) -> tuple[float, dict[str, Any] | None]:
+        """Base and scaling of the rotary frequencies of layers with a kind of attention."""
+        return self.rope_theta, self.rope_scaling
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many elements of a query or key are rotated, the first ones."""
+        return self.head_dim
+
+    @property
+    def embedding_scale(self) -> float:
+        """Factor on the embedding's vectors."""
+        return 1.0
+
+    @property
+    def logit_scale(self) -> float:
+        """Factor on the logits."""
+        return 1.0
+
+    @property
+    def logit_softcap(self) -> float | None:
+        """Cap of the logits; see `soft_cap`."""
+        return None
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any], *, file: str | Path = "config.json") -> Self:
@@ -61,7 +101,12 @@ class DecoderConfig:
             ValueError: naming the file, the field and the value.
         """
         check_model_type(cls, config, file=file)
-        return read_fields(cls, canonical(config, file=file), file=file)
+        return read_fields(cls, cls.canonical(config, file=file), file=file, ignore=cls.harmless)
+
+    @classmethod
+    def canonical(cls, config: Mapping[str, Any], *, file: str | Path) -> dict[str, Any]:
+        """The file's fields under one spelling; see `ane_layers.models.config.canonical`."""
+        return canonical(config, file=file)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Self:
