@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeGuard
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -37,6 +38,13 @@ def _by_torch(attention: GroupedQueryAttention | FoldedAttention) -> nn.Module:
     return TorchAttention(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=size, scale=attention.scale)
 
 
+def _has_kernel(module: nn.Module) -> TypeGuard[GroupedQueryAttention | FoldedAttention]:
+    """Whether torch's kernel computes the same: it caps no scores."""
+    if not isinstance(module, GroupedQueryAttention | FoldedAttention) or module.softcap is not None:
+        return False
+    return isinstance(module, GroupedQueryAttention) or module.head_sharing == "fold"
+
+
 @contextmanager
 def torch_attention(model: nn.Module) -> Iterator[None]:
     """Lets a model attend by torch's kernel for a while; weights and everything else stay as they are.
@@ -48,8 +56,7 @@ def torch_attention(model: nn.Module) -> Iterator[None]:
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if isinstance(child, GroupedQueryAttention)
-        or (isinstance(child, FoldedAttention) and child.head_sharing == "fold")
+        if _has_kernel(child)
     ]
     for parent, name, child in plain:
         setattr(parent, name, _by_torch(child))
