@@ -19,7 +19,8 @@ from torch.testing import assert_close
 from ane_layers import models
 from ane_layers.analysis import inspect
 from ane_layers.layers import rotary_factor, rotary_frequencies
-from ane_layers.models import CausalLM, from_folder, outline
+from ane_layers.models import CausalLM, from_folder, open_folder, outline
+from ane_layers.models.part import Part
 from ane_layers.verification import verify
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -203,6 +204,19 @@ def test_batches_of_whole_sequences_match_transformers(folder: Folder, family: s
     assert_close(load(folder(family)).whole(tokens), logits_of(folder(family), tokens), **LOGITS)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_a_model_in_two_parts_matches_the_whole(folder: Folder, family: str) -> None:
+    """A part's layers keep their numbers, by which some families know what they are."""
+    model = load(folder(family))
+    first = model.take_part(Part(first=0, last=1, head=False, count=2))
+    second = model.take_part(Part(first=1, last=2, embedding=False, number=1, count=2))
+    position = torch.zeros(1, dtype=torch.int32)
+    hidden = first(ids(8), position, *first.masks(0, 8))
+    logits = second(None, position, *second.masks(0, 8), hidden_states=hidden)
+    assert_close(logits, model.whole(ids(8)), **LOGITS)
+
+
 # ---- conversion ------------------------------------------------------------------------------------------------------
 
 
@@ -217,7 +231,7 @@ KV = {"gemma3": "deferred", "qwen2": "deferred", "granite": "read_only"}
 def test_converted_package_matches_pytorch(folder: Folder, tmp_path: Path, family: str) -> None:
     """bf16, as models are published: fp16 holds the weights exactly, so that only arithmetic and constants differ."""
     made = folder(family, dtype=torch.bfloat16, **CONVERTED[family])
-    model = load(made, context_length=48, dtype=None, kv=KV.get(family, "in_place"))
+    model = open_folder(made, context_length=48, block_size=8, kv=KV.get(family, "in_place"))
     package = model.convert(tmp_path / "m.mlpackage", prefill=8)
     for function in inspect(package)["functions"].values():
         assert (function["tile"]["count"], function["highest_rank"]) == (0, 4)

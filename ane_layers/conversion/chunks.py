@@ -52,7 +52,8 @@ def choose_parts(
     if chunks is not None:
         raise ValueError(f"chunks ({chunks}) and a limit of bytes ({limit}) exclude each other")
     # Each package has a table of rotary angles of its own, norms, and the alignment of its records.
-    overhead = 2 * model.rotary.table.numel() + (1 << 16)
+    tables = [buffer for name, buffer in model.named_buffers() if name.endswith("rotary.table")]
+    overhead = sum(2 * table.numel() for table in tables) + (1 << 16)
     return cut_to(sizes, limit - overhead, head_apart=head_apart or None)
 
 
