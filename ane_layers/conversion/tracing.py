@@ -19,7 +19,7 @@ from torch.jit import TracerWarning  # type: ignore[attr-defined]
 
 import ane_layers
 from ane_layers.conversion.errors import ConversionError
-from ane_layers.conversion.quiet import quiet_coremltools
+from ane_layers.conversion.quiet import checked_once, quiet_coremltools
 from ane_layers.layers import Embedding, Linear
 
 # The modules whose weights are bound late. Only ours: for others, passes that fold a constant weight with its neighbours must be able to
@@ -207,7 +207,7 @@ def converted(module: nn.Module, spec: FunctionSpec, states: Mapping[str, str], 
             dtype = np.float16 if value.is_floating_point() else np.int32
             inputs.append(ct.TensorType(name=name, shape=tuple(example.shape), dtype=dtype))
         try:
-            with quiet_coremltools():
+            with quiet_coremltools(), checked_once():
                 model = ct.convert(
                     traced,
                     inputs=inputs,
@@ -217,6 +217,7 @@ def converted(module: nn.Module, spec: FunctionSpec, states: Mapping[str, str], 
                     pass_pipeline=pipeline(),
                     skip_model_load=True,
                 )
+            model._mil_program.validate()
         except Exception as error:
             raise ConversionError(f"converting {type(module).__name__} failed: {error}") from error
     return Converted(model, traceable.result_types)
