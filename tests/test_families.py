@@ -18,7 +18,7 @@ from torch.testing import assert_close
 
 from ane_layers import models
 from ane_layers.analysis import inspect
-from ane_layers.layers import rotary_factor, rotary_frequencies
+from ane_layers.layers import folded_columns, folded_rows, rotary_factor, rotary_frequencies
 from ane_layers.models import CausalLM, from_folder, open_folder, outline
 from ane_layers.models.part import Part
 from ane_layers.verification import verify
@@ -202,6 +202,23 @@ def test_longrope_frequencies_are_those_of_the_context(folder: Folder, context: 
 def test_batches_of_whole_sequences_match_transformers(folder: Folder, family: str) -> None:
     tokens = torch.cat([ids(40), ids(40, seed=1)])
     assert_close(load(folder(family)).whole(tokens), logits_of(folder(family), tokens), **LOGITS)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_joined_projections_hold_the_stored_values(folder: Folder, family: str) -> None:
+    """Bit by bit, in the stored type: no scale is put into weights, which would be rounded and share lookup tables with others."""
+    made = folder(family, dtype=torch.bfloat16)
+    plain, fused = (load(made, dtype=None, fuse=fuse).decoder_layers()[1] for fuse in (False, True))
+    parts = torch.cat([getattr(plain.self_attn, f"{name}_proj").weight for name in "qkv"])
+    sizes = [plain.self_attn.attention.num_attention_heads, plain.self_attn.attention.num_key_value_heads, 0]
+    sizes[2] = plain.self_attn.attention.head_dim
+    rows = folded_rows(*sizes)
+    if family == "olmo2":  # queries, keys and values one after another
+        queries = sizes[0] * sizes[2]
+        rows = torch.cat([folded_columns(*sizes), torch.arange(queries, len(rows))])
+    assert torch.equal(fused.self_attn.qkv_proj.weight, parts[rows])
+    assert torch.equal(fused.self_attn.o_proj.weight, plain.self_attn.o_proj.weight[:, folded_columns(*sizes)])
+    assert torch.equal(fused.mlp.gate_up_proj.weight, torch.cat([plain.mlp.gate_proj.weight, plain.mlp.up_proj.weight]))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

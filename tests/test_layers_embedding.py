@@ -35,3 +35,14 @@ def test_ids_above_16_bits_match_their_rows() -> None:
 def test_an_id_past_the_table_is_an_error() -> None:
     with pytest.raises(IndexError):
         Embedding(17, 3)(torch.tensor([[17]], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("s", [1, 5])
+def test_scaled_embedding_matches_transformers(s: int) -> None:
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
+
+    reference = Gemma3TextScaledWordEmbedding(17, 13, 0, embed_scale=13**0.5).requires_grad_(False)
+    layer = Embedding(17, 13, scale=13**0.5)
+    layer.load_state_dict({"weight": reference.weight})
+    ids = torch.arange(s)[None]
+    assert_close(layer(ids), reference(ids).transpose(1, 2).unsqueeze(2), atol=1e-6, rtol=0)

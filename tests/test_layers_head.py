@@ -77,3 +77,21 @@ def test_a_table_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
 def test_a_missing_table_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"pieces\.0\.weight"):
         OutputHead(6, 101, pieces=4).load_state_dict({})
+
+
+@pytest.mark.parametrize("pieces", [1, 4])
+def test_scaled_and_capped_logits_match_the_formula(pieces: int) -> None:
+    """Gemma's cap and Granite's divisor, as `transformers` writes them; the likeliest tokens stay in order."""
+    generator = torch.Generator().manual_seed(0)
+    layer = OutputHead(13, 101, pieces=pieces, scale=1 / 0.7, softcap=3.0).requires_grad_(False)
+    table = torch.randn(101, 13, generator=generator)
+    layer.load_state_dict({"weight": table})
+    x = torch.randn(1, 13, 1, 5, generator=generator)
+    expected = torch.tanh(x.squeeze(2).transpose(1, 2) @ table.T / 0.7 / 3.0) * 3.0
+    assert expected.abs().max() > 2.9
+    assert_close(layer(x), expected, atol=1e-5, rtol=0)
+    plain = x.squeeze(2).transpose(1, 2) @ table.T
+    assert layer.argmax(x).tolist() == plain.argmax(2).tolist()
+    tokens, values = layer.top_k(x, 4)
+    assert tokens.tolist() == plain.topk(4, dim=2).indices.tolist()
+    assert_close(values, expected.gather(2, tokens.long()), atol=1e-5, rtol=0)

@@ -95,3 +95,17 @@ def test_large_eps_changes_the_output() -> None:
 def test_negative_eps_is_refused() -> None:
     with pytest.raises(ValueError, match=r"eps.*-1e-05"):
         RMSNorm(8, eps=-1e-5)
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((1, 35, 1, 4), 1), ((3, 5, 4, 14), -1)])
+def test_weights_stored_as_distance_from_1_match_transformers(shape: tuple[int, ...], dim: int) -> None:
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+
+    reference = Gemma3RMSNorm(shape[dim], eps=1e-5).requires_grad_(False)
+    reference.weight.uniform_(-0.5, 0.5, generator=torch.Generator().manual_seed(7))
+    layer = RMSNorm(shape[dim], eps=1e-5, dim=dim, offset=1.0).requires_grad_(False)
+    layer.load_state_dict(reference.state_dict())
+    x = rows(shape)
+    expected = reference(x.movedim(dim, -1)).movedim(-1, dim)
+    assert_close(layer(x), expected, atol=1e-5, rtol=0)
+    assert_close(layer.gain(), 1 + reference.weight, atol=0, rtol=0)

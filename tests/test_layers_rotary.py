@@ -169,3 +169,22 @@ def test_position_past_the_table_is_an_error() -> None:
     table = RotaryEmbedding(rotary_frequencies(8, rope_theta=1e4), max_positions=4)
     with pytest.raises(IndexError):
         table(torch.tensor([3], dtype=torch.int32), 2)
+
+
+@pytest.mark.parametrize("folded", [False, True])
+def test_rotation_of_a_part_of_the_head_matches_transformers(folded: bool) -> None:
+    """Phi-4-mini's: the first elements are rotated, with a factor, and the others left as they are."""
+    from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as partial_rotation
+
+    generator = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 3, 5, 16, generator=generator), torch.randn(2, 1, 5, 16, generator=generator)
+    frequencies = rotary_frequencies(12, rope_theta=100.0)
+    angles = torch.outer(torch.arange(2.0, 7), torch.cat([frequencies] * 2))
+    expected = partial_rotation(query, key, 1.2 * angles.cos()[None], 1.2 * angles.sin()[None])
+    table = RotaryEmbedding(frequencies, max_positions=9, head_dim=16, factor=1.2)
+    cos, sin = table(torch.tensor([2], dtype=torch.int32), 5)
+    for x, wanted in zip((query, key), expected, strict=True):
+        actual = rotate(x.mT, cos.mT, sin.mT, dim=2, rotated=12).mT if folded else rotate(x, cos, sin, rotated=12)
+        assert_close(actual, wanted, atol=1e-6, rtol=0)
+    with pytest.raises(ValueError, match="12 elements of a head are to be rotated, but head_dim is 10"):
+        RotaryEmbedding(frequencies, max_positions=9, head_dim=10)

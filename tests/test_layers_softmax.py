@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from ane_layers.layers import MASKED, ane_softmax
+from ane_layers.layers import MASKED, ane_softmax, soft_cap
 
 
 @pytest.mark.parametrize("dim", [-1, 1])
@@ -38,3 +38,11 @@ def test_fully_masked_row_matches_the_uniform_distribution(slots: int, dtype: to
 def test_softmax_of_large_fp16_scores_matches_fp32() -> None:
     scores = (3e4 * torch.randn(3, 17, generator=torch.Generator().manual_seed(0))).clamp(-6e4, 6e4).half()
     assert_close(ane_softmax(scores).float(), torch.softmax(scores.float(), -1), atol=1e-3, rtol=0)
+
+
+def test_soft_cap_keeps_small_scores_and_bounds_large_ones() -> None:
+    scores = torch.tensor([0.0, 1e-3, -2.0, 50.0, 1e4, -1e4], dtype=torch.float64)
+    capped = soft_cap(scores, 50.0)
+    assert_close(capped, 50 * torch.tanh(scores / 50), atol=0, rtol=1e-15)
+    assert_close(capped[:3], scores[:3], atol=2e-3, rtol=0)
+    assert capped.abs().max() <= 50
