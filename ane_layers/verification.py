@@ -127,7 +127,7 @@ def verify(
     if session.head != "logits":
         raise ValueError(f"{package}: head is {session.head!r}; a verification needs one that gives logits")
     say("running the reference")
-    model = from_folder(folder, context_length=len(ids), fuse=False)
+    model = from_folder(folder, context_length=len(ids), rope_length=session.context_length, fuse=False)
     for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
         if getattr(model.config, name) != session.config["model"][name]:
             raise ValueError(

@@ -253,7 +253,8 @@ def test_converted_package_matches_pytorch(folder: Folder, tmp_path: Path, famil
     for function in inspect(package)["functions"].values():
         assert (function["tile"]["count"], function["highest_rank"]) == (0, 4)
     for mode, gate in (("fp32", 54), ("fp16", 48)):
-        result = verify(package.path, made, tokens=40, mode=mode)
+        # Phi-3: so few that a reference which went by their number would have the frequencies of a short context.
+        result = verify(package.path, made, tokens=24 if family == "phi3" else 40, mode=mode)
         assert result.snr_db >= gate
         assert result.top1_agreement >= 0.97
 

@@ -52,6 +52,21 @@ def test_evaluation_matches_transformers(folders: dict[str, Path], family: str) 
     assert found.loss == pytest.approx(expected, abs=1e-4)
 
 
+def test_evaluation_goes_by_the_context_not_by_the_window(folders: dict[str, Path]) -> None:
+    """Longrope: windows of 24 tokens for a cache of 64 have a long context's frequencies, the original's too."""
+    losses = {}
+    for context in (32, 64):
+        found = evaluate(folders["phi3"], tokens=IDS, window=24, context=context)
+        assert found.kl == pytest.approx(0, abs=1e-6)
+        losses[context] = found.loss
+        model = from_folder(folders["phi3"], context_length=context)
+        first = model.whole(torch.tensor([IDS[:24]]))[0]
+        expected = torch.nn.functional.cross_entropy(first[:-1], torch.tensor(IDS[1:24])).item()
+        scored = evaluate(folders["phi3"], tokens=IDS[:24], window=24, context=context)
+        assert scored.loss == pytest.approx(expected, abs=1e-5)
+    assert abs(losses[32] - losses[64]) > 1e-3
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rankings_of_both_methods(folders: dict[str, Path], family: str) -> None:
     tokens = torch.tensor(IDS).reshape(3, 16)

@@ -74,6 +74,7 @@ class Evaluator:
         ids: of the text, with what precedes it.
         original: folder of the model to compare with; None scores without.
         window: tokens that are run together; see `windows`.
+        rope_length: of the original, see `CausalLM`: that of the models it is compared with.
         progress: called with a line of text now and then.
 
     Raises:
@@ -91,11 +92,13 @@ class Evaluator:
         *,
         original: str | Path | None = None,
         window: int = DEFAULT_WINDOW,
+        rope_length: int | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> None:
         self._folder, self._say, self._original = original, progress or (lambda line: None), None
         self._logits: Logits | None = None
         self.window = window
+        self._rope_length = rope_length
         self.windows = windows(ids, window)
         if original is not None:
             config = config_of(original)
@@ -195,7 +198,7 @@ class Evaluator:
             raise ValueError("there is no original to compare with")
         if self._logits is None:
             self._say(f"loading {self._folder}")
-            model = from_folder(self._folder, context_length=self.window, fuse=False)
+            model = from_folder(self._folder, context_length=self.window, rope_length=self._rope_length, fuse=False)
             logits = model_logits(model, self.windows)
             scored = sum(len(window.targets) for window in self.windows)
             weights = sum(part.numel() * part.element_size() for part in model.parameters())

@@ -107,9 +107,11 @@ class _Reading:
         original = self.source if self.original is None else self.original
         evaluator = self._evaluator(slots, config.bos_token_id, config.vocab_size, original)
         if recipe is None:
-            return evaluator.model(from_folder(self.source, context_length=evaluator.window), context=slots)
+            return evaluator.model(
+                from_folder(self.source, context_length=evaluator.window, rope_length=slots), context=slots
+            )
         # As convert loads it: mapped from the file, and refused if fp16 cannot hold a weight.
-        model = from_folder(self.source, context_length=evaluator.window, dtype=None)
+        model = from_folder(self.source, context_length=evaluator.window, rope_length=slots, dtype=None)
         plan = make_plan(model, recipe, ranking=ranking, importance=importance)
         evaluator.original_logits()  # before the weights are widened: one model in fp32 at a time
         compression = compress(model, plan, progress=self.progress)
@@ -129,7 +131,7 @@ class _Reading:
             if folder is None:
                 raise ValueError(f"{self.source}: a package has no tokenizer; give original, tokenizer or tokens")
             ids = text_ids(self.text, folder, bos_id=bos_id, vocab_size=vocab_size, limit=self.max_tokens)
-        return Evaluator(ids, original=original, window=size, progress=self.progress)
+        return Evaluator(ids, original=original, window=size, rope_length=slots, progress=self.progress)
 
 
 def _refuse(source: str | Path, kind: str, **options: Any) -> None:

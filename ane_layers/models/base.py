@@ -76,6 +76,8 @@ class CausalLM(nn.Module):
         head_sharing: see `GroupedQueryAttention`.
         head_pieces: convolutions that the output head is split into; see `OutputHead`.
         part: the layers that are built, of a model that is run in several parts; all by default.
+        rope_length: positions that rotary frequencies are for, where a config has several sets of them (longrope); `context_length` by
+            default.
 
     Shape:
         - input_ids: int `[B, S]`; for a part without embedding None, and instead
@@ -101,6 +103,7 @@ class CausalLM(nn.Module):
         head_sharing: HeadSharing = "fold",
         head_pieces: int | None = None,
         part: Part | None = None,
+        rope_length: int | None = None,
     ) -> None:
         super().__init__()
         if not 1 <= context_length <= config.max_position_embeddings:
@@ -110,6 +113,7 @@ class CausalLM(nn.Module):
             )
         self.config = config
         self.context_length = context_length
+        self.rope_length = context_length if rope_length is None else rope_length
         self.kv: KvMode = kv
         self.block_size = block_size
         self.head_sharing = head_sharing
@@ -151,7 +155,7 @@ class CausalLM(nn.Module):
     def _rotary(self, kind: str) -> RotaryEmbedding:
         theta, scaling = self.config.rope(kind)
         frequencies = rotary_frequencies(
-            self.config.rotary_dim, rope_theta=theta, rope_scaling=scaling, context_length=self.context_length
+            self.config.rotary_dim, rope_theta=theta, rope_scaling=scaling, context_length=self.rope_length
         )
         return RotaryEmbedding(
             frequencies,
@@ -266,6 +270,7 @@ class CausalLM(nn.Module):
                 head_sharing=self.head_sharing,
                 head_pieces=self.head_pieces,
                 part=part,
+                rope_length=self.rope_length,
             )
             if self.fused:
                 model.fuse()
