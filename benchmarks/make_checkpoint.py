@@ -1,6 +1,7 @@
-"""Writes a checkpoint folder with EXAONE 4.0 1.2B's geometry and random weights, for measurements without a download.
+"""Writes a checkpoint folder with the geometry of EXAONE 4.0 1.2B or 32B and random weights, for measurements without a download.
 
     python benchmarks/make_checkpoint.py --out FOLDER [--layers 30] [--seed 0]
+    python benchmarks/make_checkpoint.py --out FOLDER --geometry 32b --layers 4 --vocabulary 1024   # one group of its layers
 
 The folder is what transformers' `save_pretrained` writes: config.json, generation_config.json, model.safetensors in
 bf16. It has no tokenizer, and its text means nothing: it serves for shapes, sizes, speed and numerical agreement.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import signal
 import sys
 import tempfile
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -24,18 +26,27 @@ STD = 0.02
 NORM_RANGE = (0.5, 1.5)
 
 
-def exaone4_config(layers: int) -> Exaone4Config:
+class Geometry(StrEnum):
+    small = "1.2b"
+    large = "32b"
+
+
+def exaone4_config(geometry: Geometry, layers: int | None, vocabulary: int) -> Exaone4Config:
+    large = geometry is Geometry.large
+    count = layers or (64 if large else 30)
+    # Three layers with a sliding window, then one that sees everything; without a window, transformers derives nothing from the pattern.
+    kinds = ["sliding_attention" if large and (number + 1) % 4 else "full_attention" for number in range(count)]
     return Exaone4Config(
-        hidden_size=2048,
-        intermediate_size=4096,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
+        hidden_size=5120 if large else 2048,
+        intermediate_size=27392 if large else 4096,
+        num_hidden_layers=count,
+        num_attention_heads=40 if large else 32,
         num_key_value_heads=8,
-        head_dim=64,
-        vocab_size=102400,
+        head_dim=128 if large else 64,
+        vocab_size=vocabulary,
         hidden_act="silu",
         rms_norm_eps=1e-5,
-        max_position_embeddings=65536,
+        max_position_embeddings=131072 if large else 65536,
         rope_parameters={
             "rope_type": "llama3",
             "rope_theta": 1e6,
@@ -44,20 +55,20 @@ def exaone4_config(layers: int) -> Exaone4Config:
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         },
-        sliding_window=None,
-        # Without it, transformers derives the types from the pattern, which it cannot do when there is no window.
-        layer_types=["full_attention"] * layers,
-        tie_word_embeddings=True,
+        sliding_window=4096 if large else None,
+        sliding_window_pattern="LLLG" if large else None,
+        layer_types=kinds,
+        tie_word_embeddings=not large,
         bos_token_id=1,
         eos_token_id=361,
         pad_token_id=0,
     )
 
 
-def random_model(layers: int, seed: int) -> Exaone4ForCausalLM:
+def random_model(config: Exaone4Config, seed: int) -> Exaone4ForCausalLM:
     """A bf16 model with every parameter drawn; the same seed gives the same first layers for any number of them."""
     with torch.device("meta"):
-        model = Exaone4ForCausalLM(exaone4_config(layers))
+        model = Exaone4ForCausalLM(config)
     # By way of the meta device: fp32 weights and transformers' own initialisation would double memory and time.
     model.to(torch.bfloat16).to_empty(device="cpu").tie_weights()
     generator = torch.Generator().manual_seed(seed)
@@ -75,10 +86,12 @@ def random_model(layers: int, seed: int) -> Exaone4ForCausalLM:
 
 def make(
     out: Annotated[Path, typer.Option(help="Folder to write; must not exist.")],
-    layers: Annotated[int, typer.Option(min=1, help="Number of layers.")] = 30,
+    geometry: Annotated[Geometry, typer.Option(help="Whose widths.")] = Geometry.small,
+    layers: Annotated[int | None, typer.Option(min=1, help="Number of layers; the model's own by default.")] = None,
+    vocabulary: Annotated[int, typer.Option(min=512, help="Rows of embedding and head.")] = 102400,
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
 ) -> None:
-    """Write a checkpoint folder with EXAONE 4.0 1.2B's geometry and random bf16 weights."""
+    """Write a checkpoint folder with EXAONE 4's geometry and random bf16 weights."""
     out = out.absolute()
     if out.exists() or out.is_symlink():
         sys.exit(f"--out {out}: exists already; give a new folder or remove it")
@@ -89,12 +102,16 @@ def make(
     # A sibling, so that the last step is a rename: the folder is there whole or not at all.
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
         written = Path(scratch) / out.name
-        model = random_model(layers, seed)
+        config = exaone4_config(geometry, layers, vocabulary)
+        model = random_model(config, seed)
         print("writing", out, file=sys.stderr)
         model.save_pretrained(written)
         written.rename(out)
     size = sum(file.stat().st_size for file in out.iterdir())
-    print(f"{out}: {layers} layers, {model.num_parameters():,} parameters, {size / 1e9:.2f} GB", file=sys.stderr)
+    print(
+        f"{out}: {config.num_hidden_layers} layers, {model.num_parameters():,} parameters, {size / 1e9:.2f} GB",
+        file=sys.stderr,
+    )
 
 
 if __name__ == "__main__":
