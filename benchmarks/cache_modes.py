@@ -46,14 +46,36 @@ def command(*arguments: object) -> Any:
     return json.loads(result.stdout)
 
 
+def counted(folder: Path, mode: str, context: int, block: int, buckets: list[int]) -> dict[str, dict[str, float]]:
+    """Figures of every function that a folder becomes."""
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "m.mlpackage"
+        shorter = [part for size in buckets for part in ("--bucket", size)]
+        command("convert", folder, "-o", path, "--kv", mode, "--context", context, "--prefill", block, *shorter)
+        functions = command("analyze", path)["functions"]
+    return {
+        name: {
+            "compute": found["operations"]["compute"],
+            "writes": found["state_writes"],
+            "tile": found["tile"]["count"],
+            "rank": found["highest_rank"],
+            **{key: found["traffic"][key] for key in ("weights", "kv_read", "kv_written", "total")},
+            **found["materialised"],
+        }
+        for name, found in functions.items()
+    }
+
+
 @app.command()
 def full_size(
-    folder: Path,
+    two: Annotated[Path, typer.Argument(help="Checkpoint with two layers.")],
+    three: Annotated[Path, typer.Argument(help="The same with three.")],
+    layers: Annotated[int, typer.Option(help="Of the model: two layers, and so many differences to three.")] = 30,
     context: int = 4096,
     block: int = 64,
     bucket: Annotated[list[int] | None, typer.Option(help="Repeatable.")] = None,
 ) -> None:
-    """Converts in every mode, with buckets, in fp16; the last column puts the article's weights in place of these."""
+    """Counts every mode with its buckets, in fp16. The last column puts the article's weights in place of these."""
     buckets = bucket or [512, 1024, 2048]
     table(
         "mode",
@@ -71,25 +93,18 @@ def full_size(
         "tok/s, article's weights",
     )
     for mode in MODES:
-        with tempfile.TemporaryDirectory() as scratch:
-            path = Path(scratch) / "m.mlpackage"
-            shorter = [part for size in buckets for part in ("--bucket", size)]
-            command("convert", folder, "-o", path, "--kv", mode, "--context", context, "--prefill", block, *shorter)
-            functions = command("analyze", path)["functions"]
-        for name, found in functions.items():
-            moved, every = found["traffic"], found["materialised"]
+        small, larger = (counted(folder, mode, context, block, buckets) for folder in (two, three))
+        for name, first in small.items():
+            found = {key: first[key] + (layers - 2) * (larger[name][key] - first[key]) for key in first}
             length = 1 if name.startswith("decode") else block
-            article = 55_900 / (ARTICLE_WEIGHTS + (moved["total"] - moved["weights"]) / 1e6) * length
+            article = 55_900 / (ARTICLE_WEIGHTS + (found["total"] - found["weights"]) / 1e6) * length
             row(
                 mode,
                 name,
-                found["operations"]["compute"],
-                found["state_writes"],
-                found["tile"]["count"],
-                found["highest_rank"],
-                *(f"{moved[key] / 1e6:,.1f}" for key in ("weights", "kv_read", "kv_written", "total")),
-                f"{every['read'] / 1e6:,.0f} + {every['written'] / 1e6:,.0f}",
-                f"{55_900e6 / moved['total'] * length:.1f}",
+                *(found[key] for key in ("compute", "writes", "tile", "rank")),
+                *(f"{found[key] / 1e6:,.1f}" for key in ("weights", "kv_read", "kv_written", "total")),
+                f"{found['read'] / 1e6:,.0f} + {found['written'] / 1e6:,.0f}",
+                f"{55_900e6 / found['total'] * length:.1f}",
                 f"{article:.1f}",
             )
 
