@@ -235,7 +235,7 @@ def int8(max_tokens: int = 4096) -> None:
         row(what, said)
     print()
     from ane_layers.evaluation import Evaluator
-    from ane_layers.models import base, from_folder
+    from ane_layers.models import from_folder, running
 
     evaluator = Evaluator.from_folder(bundled_checkpoint(), max_tokens=max_tokens)
     model = from_folder(bundled_checkpoint(), context_length=512)
@@ -243,7 +243,7 @@ def int8(max_tokens: int = 4096) -> None:
     found = evaluator.model(model)
     row("fp32, as they are", "-", f"{found.loss:.4f}", f"{found.kl:.1e}", f"{found.top1_agreement:.1%}")
     for bits, over in ((8, "row"), (8, "head"), (8, "channel"), (4, "row"), (4, "channel")):
-        with patch.object(base, "NoCache", lambda bits=bits, over=over: Rounded(bits, over)):
+        with patch.object(running, "NoCache", lambda bits=bits, over=over: Rounded(bits, over)):
             found = evaluator.model(model)
         size = bits / 16 + (1 / model.config.head_dim if over == "row" else 0)
         row(

@@ -16,7 +16,8 @@ from ane_layers.compression import Compression
 from ane_layers.conversion.check import Expectations
 from ane_layers.conversion.converter import convert
 from ane_layers.conversion.tracing import FunctionSpec
-from ane_layers.models.base import CausalLM, Head
+from ane_layers.models.base import CausalLM
+from ane_layers.models.graph import Head
 from ane_layers.program import Package
 
 STATES = {
