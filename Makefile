@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 MODEL := ane_layers/bundled/exaone4-tiny
 DEMO := build/demo
 
-.PHONY: demo test setup lint types check clean
+.PHONY: demo test setup lint types site check clean
 
 $(BIN)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("ane_layers needs Python 3.11 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
@@ -40,6 +40,15 @@ lint: $(BIN)/.ready
 
 types: $(BIN)/.ready
 	$(BIN)/mypy
+
+$(BIN)/.site-ready: $(BIN)/.ready
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
+# The documentation in build/site, without a warning. The variable silences a notice about the theme's successor.
+site: $(BIN)/.site-ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo 'build/site/index.html'
 
 check: lint types test
 

@@ -54,7 +54,7 @@ def analyze(
         - `traffic`: `weights`, `kv_read`, `kv_written`, `repetition`, `total` (see `Traffic`);
         - `materialised`: `read` and `written` by all operations (see `records`);
         - `tokens_per_second`: `bandwidth ÷ total`, calls a second. One that takes several tokens (`tokens_per_call`; None if
-          that cannot be told) moves as much for all of them together; arithmetic bounds it rather than bandwidth.
+            that cannot be told) moves as much for all of them together; arithmetic bounds it rather than bandwidth.
         - `chips`: the same for each chip;
         - `lint`: findings;
         - `unknown`: which operations' shares are missing, and `notes`: what to know about the figures;
