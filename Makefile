@@ -47,7 +47,7 @@ $(BIN)/.site-ready: $(BIN)/.ready
 
 # The documentation in build/site, without a warning. The variable silences a notice about the theme's successor.
 site: $(BIN)/.site-ready
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo 'build/site/index.html'
 
 check: lint types test
