@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 MODEL := ane_layers/bundled/exaone4-tiny
 DEMO := build/demo
 
-.PHONY: demo test setup lint types site check clean
+.PHONY: demo test setup lint types site check dist clean
 
 $(BIN)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("ane_layers needs Python 3.11 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
@@ -52,5 +52,16 @@ site: $(BIN)/.site-ready
 
 check: lint types test
 
+# Built twice, the wheel from the sdist each time: different bytes are an error. The date in the archives is that of the last commit.
+dist: export SOURCE_DATE_EPOCH := $(or $(SOURCE_DATE_EPOCH),$(shell git log -1 --format=%ct 2>/dev/null),1577836800)
+dist: $(BIN)/.ready
+	$(BIN)/pip install --quiet --constraint constraints.txt build
+	rm -rf dist build/dist
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m build --outdir build/dist .
+	cd build/dist && sha256sum * | (cd ../../dist && sha256sum --check --strict)
+	rm -rf build/dist
+	cd dist && sha256sum *
+
 clean:
-	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache

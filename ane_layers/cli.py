@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ane_layers import __version__, console
-from ane_layers.commands import analysis, compression, packages, rewriting, text
+from ane_layers.commands import analysis, compression, core_ai, packages, rewriting, text
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -32,7 +32,7 @@ def root(
         raise typer.Exit(USAGE_STATUS)
 
 
-for _module in (packages, rewriting, analysis, compression, text):
+for _module in (packages, rewriting, analysis, compression, text, core_ai):
     for _command in _module.COMMANDS:
         app.command()(_command)
 

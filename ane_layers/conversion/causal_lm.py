@@ -149,11 +149,11 @@ def convert_causal_lm(
         "eos_token_id": model.config.eos_token_id,
         "pad_token_id": model.config.pad_token_id,
     }
-    caches = {name: path for name, path in STATES.items() if path in dict(model.named_buffers())}
+    caches = cache_buffers(model)
     return convert(
         model,
         path,
-        functions={name: _specification(model, plan, caches, top_k) for name, plan in plans.items()},
+        functions={name: specification(model, plan, caches, top_k) for name, plan in plans.items()},
         states={} if model.kv == "read_only" else caches,
         metadata={"ane_layers.config": json.dumps(config)},
         expectations=Expectations(
@@ -166,6 +166,12 @@ def convert_causal_lm(
     )
 
 
+def cache_buffers(model: CausalLM) -> dict[str, str]:
+    """Those of `STATES` that a model has."""
+    buffers = dict(model.named_buffers())
+    return {name: path for name, path in STATES.items() if path in buffers}
+
+
 def _writes(model: CausalLM, caches: Mapping[str, str]) -> dict[str, int]:
     """How often each state is written in a call: once a layer, or once."""
     if model.kv == "read_only":
@@ -174,7 +180,8 @@ def _writes(model: CausalLM, caches: Mapping[str, str]) -> dict[str, int]:
     return layers if model.kv == "in_place" else dict.fromkeys(layers, 1)
 
 
-def _specification(model: CausalLM, plan: FunctionPlan, caches: Mapping[str, str], top_k: int) -> FunctionSpec:
+def specification(model: CausalLM, plan: FunctionPlan, caches: Mapping[str, str], top_k: int) -> FunctionSpec:
+    """Inputs with examples, outputs and arguments of a planned function."""
     inputs: dict[str, Any] = {}
     if model.part.embedding:
         inputs["inputIds"] = torch.zeros(1, plan.length, dtype=torch.int32)

@@ -77,7 +77,7 @@ def constant_names(paths: Iterable[str], taken: Iterable[str]) -> dict[str, str]
     return names
 
 
-class _Traceable(nn.Module):
+class Traceable(nn.Module):
     """Takes weights and inputs, and calls the module with the weights in their places."""
 
     def __init__(self, module: nn.Module, weights: list[str], spec: FunctionSpec) -> None:
@@ -110,9 +110,7 @@ class _Traceable(nn.Module):
 
 
 @contextlib.contextmanager
-def _prepared(
-    module: nn.Module, states: Mapping[str, str], weights: list[str], traceable: _Traceable
-) -> Iterator[None]:
+def _prepared(module: nn.Module, states: Mapping[str, str], weights: list[str], traceable: Traceable) -> Iterator[None]:
     """Moves what tracing must see elsewhere, and puts everything back.
 
     Late-bound weights leave their modules; other parameters and buffers are seen in fp32, which the converter's front end wants; states
@@ -191,7 +189,7 @@ def converted(module: nn.Module, spec: FunctionSpec, states: Mapping[str, str], 
         )
         for name, path in states.items()
     ]
-    traceable = _Traceable(module, list(shapes), spec)
+    traceable = Traceable(module, list(shapes), spec)
     with _prepared(module, states, list(shapes), traceable):
         versions = {name: buffer._version for name, buffer in traceable.named_buffers()}
         try:
