@@ -44,7 +44,7 @@ def known(*keys: str) -> dict[str, Any]:
 @pytest.mark.parametrize("scaling", [EXAONE4, LLAMA31, ODD])
 @pytest.mark.parametrize(("head_dim", "theta"), [(64, 1e6), (128, 5e5), (18, 1e4)])
 def test_llama3_frequencies_match_transformers(head_dim: int, theta: float, scaling: dict[str, Any]) -> None:
-    expected, attention_factor = ROPE_INIT_FUNCTIONS["llama3"](exaone4_config(head_dim, theta, scaling))
+    expected, attention_factor = ROPE_INIT_FUNCTIONS["llama3"](exaone4_config(head_dim, theta, scaling), device="cpu")
     assert attention_factor == 1
     actual = rotary_frequencies(head_dim, rope_theta=theta, rope_scaling=scaling)
     assert actual.dtype == torch.float32

@@ -40,7 +40,7 @@ class CoreAIProgram:
         self._loop = asyncio.new_event_loop()
         self._exit = contextlib.AsyncExitStack()
         asset = asset_class.load(Path(path))
-        self.metadata: dict[str, Any] = json.loads(asset.metadata.custom_metadata.get(CONFIG_KEY, "{}"))
+        self.metadata: dict[str, Any] = json.loads(asset.metadata.creator_defined_metadata.get(CONFIG_KEY, "{}"))
         with quiet():
             model = self._loop.run_until_complete(self._exit.enter_async_context(asset.executable()))
             self._functions = {name: model.load_function(name) for name in model.function_names}
