@@ -153,6 +153,12 @@ def test_what_the_chunks_hold(made: tuple[Path, Path, Path]) -> None:
 # The command line, on the bundled model
 
 
+def model_width(folder: Path) -> int:
+    """Elements of a slot's keys."""
+    config = json.loads((folder / "config.json").read_text())
+    return int(config["num_key_value_heads"]) * int(config["head_dim"])
+
+
 def run(*arguments: object) -> Any:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
@@ -166,6 +172,15 @@ def test_the_command_line_converts_in_chunks_as_the_recipe_says(tmp_path: Path) 
     assert list(found["chunks"]) == ["chunk_0.mlpackage", "chunk_1.mlpackage"]
     inspected = run("inspect", target, "--json")
     assert json.loads(inspected.stdout)["chunks"] == found["chunks"]
+    # Chunks move together what one package does: all of it is read once.
+    analyzed = json.loads(run("analyze", target, "--json").stdout)
+    assert set(analyzed["functions"]) == {f"chunk_{i}/{name}" for i in (0, 1) for name in ("decode", "prefill")}
+    decode = analyzed["together"]["decode"]
+    assert decode["traffic"]["kv_read"] == 12 * 2 * 2 * 32 * model_width(bundled)
+    assert decode["operations"] == sum(
+        found["chunks"][name]["functions"]["decode"]["operations"]["compute"] for name in found["chunks"]
+    )
+    assert "decode, all chunks: " in run("analyze", target).stdout
     # What the package holds is what PyTorch evaluates.
     ids = list(range(40, 72))
     package = evaluate(target, original=bundled, tokens=ids, window=32)

@@ -1,6 +1,6 @@
 """What a saved program costs, read from its own files."""
 
-from ane_layers.analysis.analyze import analyze
+from ane_layers.analysis.analyze import analyze, analyze_chunks
 from ane_layers.analysis.bandwidth import (
     ARTICLE_BANDWIDTH_MB_S,
     article_comparison,
@@ -15,6 +15,7 @@ __all__ = [
     "ARTICLE_BANDWIDTH_MB_S",
     "Traffic",
     "analyze",
+    "analyze_chunks",
     "article_comparison",
     "article_readings",
     "compare",

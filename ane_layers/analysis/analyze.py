@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -82,6 +82,42 @@ def analyze(
             for name, entry in functions.items()
         },
     }
+
+
+def analyze_chunks(
+    packages: Sequence[Package],
+    function: str | None = None,
+    bandwidth: float | Mapping[str, float] = ARTICLE_BANDWIDTH_MB_S,
+    **options: Any,
+) -> dict[str, Any]:
+    """`analyze` for a model in several packages, which a token passes one after the other.
+
+    Args:
+        packages: the chunks, in order.
+        function, bandwidth, options: see `analyze`.
+
+    Returns:
+        As `analyze`, with functions by chunk (`chunk_0/decode`); and `together`, for each function `traffic` of all chunks, its
+        `tokens_per_second`, and the number of `operations` that are carried out.
+    """
+    parts = {package.path.stem: analyze(package, function, bandwidth, **options) for package in packages}
+    first = next(iter(parts.values()))
+    together = {}
+    for name in first["functions"]:
+        found = [part["functions"][name] for part in parts.values()]
+        traffic = {key: _sum(entry["traffic"][key] for entry in found) for key in found[0]["traffic"]}
+        together[name] = {
+            "traffic": traffic,
+            "tokens_per_second": tokens_per_second(traffic["total"], first["bandwidth"]),
+            "operations": sum(entry["operations"]["compute"] for entry in found),
+        }
+    functions = {f"{stem}/{name}": entry for stem, part in parts.items() for name, entry in part["functions"].items()}
+    return first | {"functions": functions, "together": together}
+
+
+def _sum(parts: Iterable[int | None]) -> int | None:
+    known = list(parts)
+    return None if None in known else sum(part for part in known if part is not None)
 
 
 def lint_findings(package: Package, function: Function, suppress: Collection[str] = ()) -> list[dict[str, Any]]:

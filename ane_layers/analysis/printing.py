@@ -35,6 +35,10 @@ def print_analysis(result: Mapping[str, Any], console: Console, *, details: bool
         print_contexts(name, function, console)
         print_lint(name, function, console)
         print_notes(name, function, console)
+    for name, sums in result.get("together", {}).items():
+        total, speed = decimal(sums["traffic"]["total"]), sums["tokens_per_second"]
+        calls = "" if speed is None else f", {speed:.1f} calls a second"
+        console.print(f"{name}, all chunks: {number(sums['operations'])} operations, {total}{calls}", markup=False)
 
 
 def print_cost(result: Mapping[str, Any], console: Console) -> None:

@@ -11,6 +11,7 @@ from ane_layers import console
 from ane_layers.cli_options import Json, LevelOption
 
 PackageArgument = Annotated[Path, typer.Argument(help="An .mlpackage, ours or not.")]
+PackageOrChunks = Annotated[Path, typer.Argument(help="An .mlpackage, ours or not; or a folder of chunks.")]
 BandwidthOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -21,7 +22,7 @@ BandwidthOption = Annotated[
 
 
 def analyze(
-    package: PackageArgument,
+    package: PackageOrChunks,
     function: Annotated[str | None, typer.Option(help="Only this function.")] = None,
     bandwidth: BandwidthOption = None,
     details: Annotated[
@@ -39,15 +40,20 @@ def analyze(
 ) -> None:
     """Tell what a call of each function moves, what that predicts, and what a Neural Engine may not like."""
     from ane_layers.analysis import analyze as analyze_package
+    from ane_layers.analysis import analyze_chunks
     from ane_layers.analysis.printing import print_analysis
+    from ane_layers.chunks import is_chunked, open_packages
     from ane_layers.program import Package
 
     if records and not as_json and html is None:
         raise ValueError("--records needs --json or --html")
     check_page(html)
     rates = bandwidth_of(bandwidth)
-    opened = Package.open(package)
-    result = analyze_package(opened, function, rates, with_records=records, suppress=suppress or ())
+    options: dict[str, Any] = {"with_records": records, "suppress": suppress or ()}
+    if is_chunked(package):
+        result = analyze_chunks(open_packages(package), function, rates, **options)
+    else:
+        result = analyze_package(Package.open(package), function, rates, **options)
     if html is not None:
         from ane_layers.analysis.report import write_report
 
