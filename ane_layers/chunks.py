@@ -106,6 +106,10 @@ class Chunk:
     Args:
         package: written by `CausalLM.convert`.
         runtime: makes the program of one function from path and name.
+
+    Attributes:
+        state: of the runtime; None for a package without states.
+        keeps_nothing: whether there is neither a state nor a cache, as for a head on its own.
     """
 
     def __init__(self, package: Package, runtime: Callable[[str, str], Runtime]) -> None:
@@ -136,7 +140,7 @@ class Chunk:
 
     def reset(self) -> None:
         """Empties the caches."""
-        self._state = self.program("decode").make_state() if self._stateful else None
+        self.state = self.program("decode").make_state() if self._stateful else None
         self._caches = {
             name: np.zeros([size or 0 for size in value.tensor_type.shape], np.float16)
             for name, value in self._inputs["decode"].items()
@@ -158,7 +162,7 @@ class Chunk:
             Arrays by output; hidden states as the next chunk's input.
         """
         inputs = {name: self._caches[name] if name in self._caches else known[name] for name in self._inputs[function]}
-        outputs = self.program(function).predict(inputs, state=self._state)
+        outputs = self.program(function).predict(inputs, state=self.state)
         for name, cache in list(self._caches.items()):
             rows = outputs[NEW_ROWS[name]]
             if cache.dtype != rows.dtype:  # the interpreter's fp32 mode does not round them

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -88,6 +89,11 @@ class Session:
         found = [item for chunk in self._chunks for item in chunk.programs.items()]
         programs = sorted(found, key=lambda item: not item[0].startswith("prefill"))
         return tuple(finding for _, program in programs for finding in getattr(program, "findings", ()))
+
+    @property
+    def states(self) -> list[Any]:
+        """The runtime's states, one for each chunk; None for one without."""
+        return [chunk.state for chunk in self._chunks]
 
     @property
     def verify_length(self) -> int:

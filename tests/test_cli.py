@@ -275,7 +275,8 @@ def test_unknown_model_type_lists_the_known_ones(in_process: InProcess, tmp_path
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     result = in_process("convert", tmp_path, "-o", tmp_path / "m.mlpackage")
     assert result.returncode == 1
-    assert "field model_type is 'gpt2'; supported: exaone4" in result.stderr
+    known = "exaone, exaone4, gemma3_text, granite, llama, mistral, olmo2, phi3, qwen2, qwen3, smollm3"
+    assert f"field model_type is 'gpt2'; supported: {known}" in result.stderr
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -111,16 +111,17 @@ def test_a_padded_last_block_leaves_no_trace(packages: dict[str, Path]) -> None:
             np.testing.assert_allclose(result.values[0], reference[result.first], atol=1e-4)
     assert start == CONTEXT
     for name in ("keyCache", "valueCache"):
-        np.testing.assert_allclose(blocks._state.read_state(name), one_by_one._state.read_state(name), atol=1e-4)
+        rows = (session.states[0].read_state(name) for session in (blocks, one_by_one))
+        np.testing.assert_allclose(*rows, atol=1e-4)
 
 
 def test_verify_always_runs_a_block(folder: Path, packages: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     call = Session._call
 
-    def counted(session: Session, plan: Any, tokens: list[int]) -> Any:
+    def counted(session: Session, plan: Any, *arguments: Any, **named: Any) -> Any:
         calls.append(plan.length)
-        return call(session, plan, tokens)
+        return call(session, plan, *arguments, **named)
 
     monkeypatch.setattr(Session, "_call", counted)
     for tokens in (4, 5, 9):

@@ -83,9 +83,11 @@ def _projected(step: Step, datum: Datum) -> Iterator[int | None]:
         if weight is None or root(weight).constant is None or weight.tensor is None or weight is datum:
             continue
         shape = weight.tensor.shape
+        if len(shape) < 2:
+            continue
         if step.type in ("conv", "linear") and parameter == "weight" and all(size == 1 for size in shape[2:]):
             yield shape[1]
-        elif step.type == "matmul" and len(shape) > 1:
+        elif step.type == "matmul":
             transposed = step.one(f"transpose_{parameter}")
             turned = transposed is not None and transposed.constant is not None and bool(transposed.constant.array())
             yield shape[-2 if (parameter == "y") is not turned else -1]
