@@ -134,10 +134,10 @@ def test_past_the_end_is_refused_and_the_cache_is_kept(folder: Path, packages: d
     ids = token_ids(CONTEXT)
     session = Session(packages["fold"])
     session.extend(ids[:-2])
-    kept = session._state.read_state("keyCache").copy()
+    kept = session.states[0].read_state("keyCache").copy()
     with pytest.raises(ValueError, match=f"3 tokens at position {CONTEXT - 2} exceed the context of {CONTEXT} slots"):
         session.extend([1, 2, 3])
-    np.testing.assert_array_equal(session._state.read_state("keyCache"), kept)
+    np.testing.assert_array_equal(session.states[0].read_state("keyCache"), kept)
     session.extend(ids[-2:])  # still usable, to the last slot
     with pytest.raises(ValueError, match="outside the vocabulary"):
         Session(packages["fold"]).extend([109])
