@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from ane_layers.program import Package
+
+if TYPE_CHECKING:
+    from ane_layers.models.graph import Head
 
 CONFIG_KEY = "ane_layers.config"
 HIDDEN_STATES = "hiddenStates"
@@ -23,6 +27,23 @@ NEW_ROWS = {
     "slidingValueCache": "newSlidingValues",
 }
 """Outputs of a read-only function with the rows that belong into each cache."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionPlan:
+    """One function of a package, as its metadata tells a runner.
+
+    Attributes:
+        length: S, tokens that a call takes.
+        slots: T, of the full-attention cache that it reads, from the first on.
+        last_only: whether it gives the last position's result alone.
+        head: what it gives.
+    """
+
+    length: int
+    slots: int
+    last_only: bool
+    head: Head
 
 
 class Runtime(Protocol):
@@ -93,8 +114,7 @@ def read_metadata(package: Package) -> dict[str, Any]:
             more = {"length": block, "last_only": not config.get("all_logits", False)}
             config["functions"] = {"decode": decode, "prefill": decode | more}
         for plan in config["functions"].values():
-            if set(plan) != {"length", "slots", "last_only", "head"}:
-                raise TypeError(f"a function is described by {sorted(plan)}")
+            FunctionPlan(**plan)
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{package.path}: metadata {CONFIG_KEY} is damaged: {error}") from error
     return config
@@ -109,6 +129,7 @@ class Chunk:
 
     Attributes:
         state: of the runtime; None for a package without states.
+        programs: those made so far, by function.
         keeps_nothing: whether there is neither a state nor a cache, as for a head on its own.
     """
 
@@ -118,25 +139,20 @@ class Chunk:
         functions = {name: package.function(name) for name in package.functions}
         self._inputs = {name: {value.name: value for value in function.inputs} for name, function in functions.items()}
         self._stateful = any(function.states for function in functions.values())
-        self._programs: dict[str, Runtime] = {}
+        self.programs: dict[str, Runtime] = {}
         caches = any(name in NEW_ROWS for inputs in self._inputs.values() for name in inputs)
         self.keeps_nothing = not self._stateful and not caches
         self.program("decode")  # what cannot be loaded is told now
         self.reset()
-
-    @property
-    def programs(self) -> dict[str, Runtime]:
-        """Those made so far, by function."""
-        return self._programs
 
     def takes(self, function: str, name: str) -> bool:
         """Whether a function has an input."""
         return name in self._inputs[function]
 
     def program(self, name: str) -> Runtime:
-        if name not in self._programs:
-            self._programs[name] = self._runtime(self._path, name)
-        return self._programs[name]
+        if name not in self.programs:
+            self.programs[name] = self._runtime(self._path, name)
+        return self.programs[name]
 
     def reset(self) -> None:
         """Empties the caches."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ane_layers.chunks import HIDDEN_STATES, Chunk, Runtime, open_packages, read_metadata
+from ane_layers.chunks import HIDDEN_STATES, Chunk, FunctionPlan, Runtime, open_packages, read_metadata
 from ane_layers.interpreter import Finding, MLProgram, Mode
 from ane_layers.layers.masks import causal_mask, sliding_mask
 
@@ -33,15 +33,11 @@ class Logits:
         return column if self.tokens is None else int(self.tokens[row, column])
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """A function of the package: tokens a call, slots that it reads, what it gives."""
+@dataclass(frozen=True, kw_only=True)
+class _Plan(FunctionPlan):
+    """A function of the package, with its name."""
 
     name: str
-    length: int
-    slots: int
-    last_only: bool
-    head: str
 
 
 class Session:
@@ -78,7 +74,7 @@ class Session:
         self.head: str = self.config.get("head", "logits")
         self._window: int | None = self.config["model"].get("sliding_window")
         self._sliding_slots: int = self.config.get("sliding_slots", 0)
-        self._plans = {name: _Plan(name, **plan) for name, plan in self.config["functions"].items()}
+        self._plans = {name: _Plan(name=name, **plan) for name, plan in self.config["functions"].items()}
         make = runtime or (lambda file, name: MLProgram(file, name, mode, diagnose=diagnose, compact=compact))
         self._chunks = [Chunk(package, make) for package in packages]
         self.position = 0

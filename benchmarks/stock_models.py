@@ -1,4 +1,4 @@
-"""A stock `transformers` model as a stateful Core ML program, the way its ports are written: nothing of it is this library's.
+"""A stock `transformers` model as a stateful Core ML program, the way its ports are written: nothing in the graph is this library's.
 
 The wrapper gives the model a `Cache` over two buffers, `[layers, K, T, D]`, written by slice assignment, and hands it position and mask.
 Letters: S new tokens, T cache length, K KV heads, D head size.
@@ -6,17 +6,14 @@ Letters: S new tokens, T cache length, K KV heads, D head size.
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from ane_layers.conversion.quiet import quiet_coremltools
 
 STATES = ("keyCache", "valueCache")
 
@@ -122,7 +119,7 @@ def convert_stock(
     model: Any, path: Path, *, context: int, tokens: int, passes: Any = None, vocabulary: str = "logits"
 ) -> Path:
     """Converts with plain `ct.convert`, for iOS 18 and in fp16. `passes` is the pass pipeline, coremltools' own by default."""
-    with _quiet():
+    with quiet_coremltools():
         import coremltools as ct
 
         wrapper = StatefulModel(model, context).eval()
@@ -155,17 +152,3 @@ def convert_stock(
         )
         converted.save(str(path))
     return path
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """coremltools' and the tracer's remarks are no part of the figures."""
-    logger = logging.getLogger("coremltools")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ane_layers.chunks import HIDDEN_STATES, NEW_HIDDEN_STATES, NEW_ROWS
+from ane_layers.chunks import HIDDEN_STATES, NEW_HIDDEN_STATES, NEW_ROWS, FunctionPlan
 from ane_layers.compression import Compression
 from ane_layers.conversion.check import Expectations
 from ane_layers.conversion.converter import convert
@@ -47,23 +46,6 @@ OUTPUTS: Mapping[Head, tuple[str, ...]] = {
     "top_k": ("topTokens", "topLogits"),
 }
 """What a function gives, by its head."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FunctionPlan:
-    """One function of a package, as its metadata tells a runner.
-
-    Attributes:
-        length: S, tokens that a call takes.
-        slots: T, of the full-attention cache that it reads, from the first on.
-        last_only: whether it gives the last position's result alone.
-        head: what it gives.
-    """
-
-    length: int
-    slots: int
-    last_only: bool
-    head: Head
 
 
 def plan_functions(
@@ -113,15 +95,15 @@ def convert_causal_lm(
     model: CausalLM,
     path: str | Path,
     *,
-    prefill: int | Sequence[int] = 64,
-    contexts: Sequence[int] = (),
-    head: Head = "logits",
-    top_k: int = 8,
-    verify: int | None = None,
-    all_logits: bool = False,
-    compression: Compression | None = None,
-    duplicate_tied: bool = False,
-    progress: Callable[[str], None] | None = None,
+    prefill: int | Sequence[int],
+    contexts: Sequence[int],
+    head: Head,
+    top_k: int,
+    verify: int | None,
+    all_logits: bool,
+    compression: Compression | None,
+    duplicate_tied: bool,
+    progress: Callable[[str], None] | None,
 ) -> Package:
     """See `CausalLM.convert`."""
     sizes = [prefill] if isinstance(prefill, int) else list(prefill)

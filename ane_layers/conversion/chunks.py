@@ -9,7 +9,6 @@ from typing import Any
 from ane_layers.chunks import is_package, open_packages
 from ane_layers.compression import Compression, Plan, units
 from ane_layers.compression.setting import FP16
-from ane_layers.conversion.causal_lm import convert_causal_lm
 from ane_layers.conversion.files import move_into_place, workspace
 from ane_layers.conversion.tracing import late_bound_weights
 from ane_layers.models.base import CausalLM
@@ -112,7 +111,7 @@ def convert_chunks(
             model = make(part)
             own = None if compression is None else compression.part(late_bound_weights(model))
             path = folder / f"chunk_{part.number}.mlpackage"
-            convert_causal_lm(model, path, compression=own, progress=told, **options)
+            model.convert(path, compression=own, progress=told, **options)
             if compression is not None and own is not None:
                 compression.absorb(own)
             del model

@@ -72,9 +72,7 @@ class CausalLM(RunnableModel):
         """
         config = cls.config_class.from_pretrained(folder)
         checkpoint = Checkpoint.open(folder)
-        with torch.device("meta"):  # parameters are assigned below; nothing is drawn or allocated first
-            model = cls(config, context_length=context_length, **options)
-        model.allocate()
+        model = cls._empty(config, context_length=context_length, **options)
         load_weights(model, checkpoint, cls._sources(config, checkpoint), dtype=dtype)
         if fuse:
             model.fuse()
@@ -89,23 +87,25 @@ class CausalLM(RunnableModel):
         config = cls.config_class.from_pretrained(folder)
         checkpoint = Checkpoint.open(folder)
         sources = cls._sources(config, checkpoint)
-        with torch.device("meta"):
-            model = cls(config, context_length=context_length, **options)
-        model.allocate()
-        load_weights(model, checkpoint, sources, dtype=None, large=False)
-        if fuse:
-            model.fuse()
+        options |= {"context_length": context_length}
 
-        def load(part: Part) -> CausalLM:
-            with torch.device("meta"):
-                loaded = cls(config, context_length=context_length, **(options | {"part": part}))
-            loaded.allocate()
-            load_weights(loaded, checkpoint.reopened(), sources, dtype=None)
+        def load(source: Checkpoint, options: dict[str, Any], *, large: bool) -> Any:
+            model = cls._empty(config, **options)
+            load_weights(model, source, sources, dtype=None, large=large)
             if fuse:
-                loaded.fuse()
-            return loaded
+                model.fuse()
+            return model
 
-        model.stored = StoredWeights(load)
+        model: Self = load(checkpoint, options, large=False)
+        model.stored = StoredWeights(lambda part: load(checkpoint.reopened(), options | {"part": part}, large=True))
+        return model
+
+    @classmethod
+    def _empty(cls, config: Any, **options: Any) -> Self:
+        """A model whose parameters are assigned later: none is drawn or allocated first."""
+        with torch.device("meta"):
+            model = cls(config, **options)
+        model.allocate()
         return model
 
     @classmethod
@@ -175,14 +175,9 @@ class CausalLM(RunnableModel):
         chunks: int | None = None,
         limit: int | None = None,
         head_apart: bool = False,
-        prefill: int | Sequence[int] = 64,
-        contexts: Sequence[int] = (),
-        head: Head = "logits",
-        top_k: int = 8,
-        verify: int | None = None,
-        all_logits: bool = False,
         compression: Compression | None = None,
         progress: Callable[[str], None] | None = None,
+        **options: Any,
     ) -> list[Package]:
         """Writes the model as several packages into a folder: for sizes that one package should not have.
 
@@ -194,7 +189,7 @@ class CausalLM(RunnableModel):
             chunks: how many packages have layers.
             limit: bytes of weights that each package may have, in place of a number of chunks.
             head_apart: whether norm and head are a package of their own.
-            prefill, contexts, head, top_k, verify, all_logits, compression, progress: see `convert`.
+            compression, progress, options: see `convert`.
 
         Raises:
             ValueError, ConversionError: as `convert`; nothing is left on disk.
@@ -207,13 +202,7 @@ class CausalLM(RunnableModel):
             self.take_part,
             parts,
             folder,
-            prefill=prefill,
-            contexts=contexts,
-            head=head,
-            top_k=top_k,
-            verify=verify,
-            all_logits=all_logits,
             compression=compression,
-            duplicate_tied=False,
             progress=progress,
+            **options,
         )

@@ -37,10 +37,6 @@ class StoredWeights:
             self._part = part
         return self._weights[path].detach()
 
-    def release(self) -> None:
-        """Lets go of what was read last."""
-        self._part, self._weights = None, {}
-
 
 def _part_of(path: str) -> Part:
     if match := _LAYER.match(path):
