@@ -290,6 +290,6 @@ def test_what_does_not_belong_together_is_refused(package: Path, folder: Path, t
 
 def test_logits_that_are_not_finite_stop_the_generation(session: Session) -> None:
     broken = SimpleNamespace(predict=lambda *_, **__: {"logits": np.full((1, 1, 9), np.nan, np.float32)})
-    session._programs["decode"] = broken
+    session._chunks[0].programs["decode"] = broken
     with pytest.raises(ValueError, match="9 of 9 logits are not finite"):
         list(generate(session, [1], max_new_tokens=1))
