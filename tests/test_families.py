@@ -402,6 +402,69 @@ def test_fields_of_published_files_are_read(folder: Folder, tmp_path: Path, fami
     assert (model.sliding_slots > 0) == (family == "gemma3")
 
 
+# ---- rows in another order -------------------------------------------------------------------------------------------
+
+
+def neighbours(heads: int, size: int) -> Tensor:
+    """Where rows are stored that belong to neighbouring elements of a head: even ones first, then odd ones."""
+    return (torch.arange(heads)[:, None] * size + torch.arange(size).view(-1, 2).T.flatten()).flatten()
+
+
+def interleaved(family: type[CausalLM]) -> type[CausalLM]:
+    class Interleaved(family):  # type: ignore[misc, valid-type]
+        def row_order(self, name: str) -> Tensor | None:
+            heads = {"q_proj": self.config.num_attention_heads, "k_proj": self.config.num_key_value_heads}
+            projection = name.split(".")[-2]
+            return neighbours(heads[projection], self.config.head_dim) if projection in heads else None
+
+    return Interleaved
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])  # with biases; with joined projections
+def test_rows_are_put_in_order_on_every_way_of_loading(
+    folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """A checkpoint whose heads' elements are interleaved gives the logits of the one that it was made from."""
+    from safetensors.torch import load_file, save_file
+
+    usual = folder(family, **({"attention_bias": True} if family == "llama" else {}))
+    expected, config = logits_of(usual, ids()), load(usual).config
+    query, plain = "model.layers.0.self_attn.q_proj.weight", load(usual, fuse=False).state_dict()
+    shutil.copytree(usual, tmp_path / "stored")
+    tensors = load_file(tmp_path / "stored" / "model.safetensors")
+    ends = [0, config.num_attention_heads, config.num_attention_heads + config.num_key_value_heads]
+    for name, tensor in tensors.items():
+        for projection, first, last in (("q", 0, 1), ("k", 1, 2)):
+            heads, joined = ends[last] - ends[first], ".qkv_proj." in name
+            if joined or f".{projection}_proj." in name:
+                rows = tensor[ends[first] * config.head_dim if joined else 0 :][: heads * config.head_dim]
+                rows[neighbours(heads, config.head_dim)] = rows.clone()
+    save_file(tensors, tmp_path / "stored" / "model.safetensors", metadata={"format": "pt"})
+    assert (load(tmp_path / "stored").whole(ids()) - expected).abs().max() > 0.1
+    monkeypatch.setitem(models.FAMILIES, family, interleaved(models.FAMILIES[family]))
+    for options in ({}, {"fuse": False}, {"fuse": False, "head_sharing": "repeat_kv"}, {"dtype": None}):
+        model = load(tmp_path / "stored", **options)
+        assert_close(model.float().whole(ids()), expected, **LOGITS)
+    first = load(tmp_path / "stored", fuse=False).take_part(Part(first=0, last=1))
+    assert torch.equal(first.state_dict()[query], plain[query])
+    for fuse in (True, False):
+        package = tmp_path / f"{fuse}.mlpackage"
+        open_folder(tmp_path / "stored", context_length=16, block_size=4, fuse=fuse).convert(package, prefill=4)
+        assert verify(package, tmp_path / "stored", tokens=11).snr_db > 45
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 1], [0, 1], [1, 2, 3]])
+def test_an_order_that_loses_rows_is_refused(folder: Folder, monkeypatch: pytest.MonkeyPatch, rows: list[int]) -> None:
+    order = torch.tensor(rows)
+    monkeypatch.setattr(
+        models.Llama, "row_order", lambda self, name: order if name.endswith("0.mlp.up_proj.weight") else None
+    )
+    with pytest.raises(
+        ValueError, match=r"parameter model\.layers\.0\.mlp\.up_proj\.weight: its row order must name each of"
+    ):
+        load(folder("llama"))
+
+
 # ---- rotary scalings -------------------------------------------------------------------------------------------------
 
 

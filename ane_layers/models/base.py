@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from torch import Tensor
 
 from ane_layers.checkpoint import Checkpoint
 from ane_layers.models.graph import Head
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
 
 class CausalLM(RunnableModel):
-    """A language model with KV caches. A family sets `config_class` and writes `decoder_layer`.
+    """A language model with KV caches. A family sets `config_class` and writes `decoder_layer`; `norm`, `stored_names` and `row_order`
+    where its own are not the usual ones.
 
     Arguments and shapes are those of `DecoderModel`.
     """
@@ -73,7 +75,7 @@ class CausalLM(RunnableModel):
         config = cls.config_class.from_pretrained(folder)
         checkpoint = Checkpoint.open(folder)
         model = cls._empty(config, context_length=context_length, **options)
-        load_weights(model, checkpoint, cls._sources(config, checkpoint), dtype=dtype)
+        load_weights(model, checkpoint, cls._sources(config, checkpoint), dtype=dtype, order=model.row_order)
         if fuse:
             model.fuse()
         return model
@@ -91,7 +93,7 @@ class CausalLM(RunnableModel):
 
         def load(source: Checkpoint, options: dict[str, Any], *, large: bool) -> Any:
             model = cls._empty(config, **options)
-            load_weights(model, source, sources, dtype=None, large=large)
+            load_weights(model, source, sources, dtype=None, large=large, order=model.row_order)
             if fuse:
                 model.fuse()
             return model
@@ -114,6 +116,19 @@ class CausalLM(RunnableModel):
         with torch.device("meta"):
             whole = cls(config, context_length=1)
         return find_sources(whole, checkpoint, names=cls.stored_names, tied=config.tie_word_embeddings)
+
+    def row_order(self, name: str) -> Tensor | None:
+        """The order in which a parameter's rows are loaded, for families whose checkpoints have another one than the layers.
+
+        Unlike `fuse`, which a loaded model can do without, it is part of every loading.
+
+        Args:
+            name: the parameter's, such as `model.layers.3.self_attn.q_proj.weight`; a head's table is `lm_head.weight`.
+
+        Returns:
+            int64 `[rows]`, the stored number of each row; None, as here, for the stored order.
+        """
+        return None
 
     def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor that a checkpoint of this model must have, before `fuse`."""

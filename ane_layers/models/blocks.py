@@ -29,7 +29,7 @@ class DecoderLayer(nn.Module):
         self.mlp: GatedFeedForward | FusedGatedFeedForward = mlp
 
     def fuse(self) -> None:
-        """Joins projections that read the same input; a second time changes nothing."""
+        """Joins projections that read the same input; a second time changes nothing, and without it the layer computes the same."""
         if isinstance(self.self_attn, Attention):
             self.self_attn = self.self_attn.folded()
         if isinstance(self.mlp, GatedFeedForward):

@@ -242,7 +242,7 @@ class DecoderModel(nn.Module):
         return list(self.model.layers)
 
     def fuse(self) -> None:
-        """Joins projections that read the same input. Changes the weights' layout, not the result."""
+        """Joins projections that read the same input. Changes the weights' layout, not the result: loading may leave it out."""
         for layer in self.decoder_layers():
             layer.fuse()
         self.fused = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ Shape = tuple[int, ...]
 Names = Mapping[str, str]
 """Parts of our parameters' paths, and what a checkpoint has in their place. Several of ours with one name there are its rows, in our
 order: `{"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}`."""
+
+Order = Callable[[str], Tensor | None]
+"""By a parameter's name, the stored number of each of its rows, int64 `[rows]`; None where they stay as they are stored."""
 
 
 def stored_name(name: str, names: Names) -> str:
@@ -75,6 +78,7 @@ def load_weights(
     *,
     dtype: torch.dtype | None,
     large: bool = True,
+    order: Order = lambda name: None,
 ) -> None:
     """Assigns the stored tensors to a model or a part of one. A tied table stays one tensor; parts of a joined one are its rows.
 
@@ -84,9 +88,10 @@ def load_weights(
         sources: from `find_sources`.
         dtype: of the weights in memory; None keeps the stored one, and refuses values that fp16 cannot hold.
         large: without, weights of embedding, head and projections have no values.
+        order: of the rows, where it is not the stored one.
 
     Raises:
-        ValueError: naming file and tensor.
+        ValueError: naming file and tensor, or parameter and order.
     """
     shapes = parameter_shapes(model)
     left = set() if large else _large_weights(model)
@@ -104,10 +109,21 @@ def load_weights(
                     check_float16(source, tensor, file=checkpoint.file(source))
                 read[source] = tensor if dtype is None else tensor.to(dtype)
         whole, first = read[source], used.get(source, 0)
-        tensors[name] = whole if len(whole) == shape[0] else whole[first : first + shape[0]]
+        part = whole if len(whole) == shape[0] else whole[first : first + shape[0]]
+        tensors[name] = _reordered(name, part, order(name))
         used[source] = first + shape[0]
     model.load_state_dict(tensors, assign=True)
     model.requires_grad_(False).eval()
+
+
+def _reordered(name: str, tensor: Tensor, rows: Tensor | None) -> Tensor:
+    if rows is None:
+        return tensor
+    if not torch.equal(rows.sort().values, torch.arange(len(tensor))):
+        raise ValueError(
+            f"parameter {name}: its row order must name each of {len(tensor)} rows once, got {rows.tolist()}"
+        )
+    return tensor if tensor.is_meta else tensor[rows]
 
 
 def _large_weights(model: nn.Module) -> set[str]:
