@@ -27,6 +27,18 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 
+# Of stock `transformers` models: three query heads a KV head, and two layers, since of one the whole state would be the slice.
+STOCK_SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 48,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+
 
 def write_exaone4(
     folder: Path,

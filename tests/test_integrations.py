@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import STOCK_SIZES
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -21,16 +22,6 @@ from ane_layers.integrations.transformers_attention import NAME, folded_attentio
 from ane_layers.program import Package
 from ane_layers.rewrite.planning import repeated
 
-SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 48,
-    "intermediate_size": 56,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
 FULL = {"sliding_window": None, "layer_types": ["full_attention"] * 2}
 HYBRID = {"layer_types": ["sliding_attention", "full_attention"]}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -48,12 +39,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def model_of(name: str, attention: str = "eager") -> Any:
     family, settings = MODELS[name]
-    return random_model(family, attention=attention, **(SIZES | settings))
+    return random_model(family, attention=attention, **(STOCK_SIZES | settings))
 
 
 def padded(batch: int, length: int) -> tuple[Tensor, Tensor]:
     """Token ids and a mask that hides what was put in front of shorter rows."""
-    ids = torch.randint(1, SIZES["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(1, STOCK_SIZES["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(1))
     mask = torch.ones(batch, length, dtype=torch.long)
     for row in range(1, batch):
         mask[row, : row + 1] = 0
@@ -73,7 +64,7 @@ def test_logits_match_the_stock_model(name: str, batch: int, monkeypatch: pytest
         assert replace_attention(model) is model
         actual = model(input_ids=ids, attention_mask=mask).logits
     seen = mask.bool()
-    assert len(calls) == SIZES["num_hidden_layers"]
+    assert len(calls) == STOCK_SIZES["num_hidden_layers"]
     torch.testing.assert_close(actual[seen], expected[seen], rtol=1e-4, atol=1e-4)
 
 

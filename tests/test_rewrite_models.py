@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import STOCK_SIZES
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -20,24 +22,17 @@ from stock_models import convert_stock, random_model
 
 from ane_layers import causal_mask
 from ane_layers.analysis import inspect
+from ane_layers.chunks import CONFIG_KEY, read_metadata
 from ane_layers.interpreter import MLProgram
 from ane_layers.models import Exaone4
 from ane_layers.program import Package
+from ane_layers.program.files import model_file
+from ane_layers.program.protocol import model_class
 from ane_layers.rewrite import equality, fold_package
 from ane_layers.rewrite.graph_pass import NAME, last_report, pass_pipeline
 from ane_layers.verification import verify
 
 CONTEXT = 16
-# Three query heads a KV head, a head size other than hidden / heads, and two layers: of one, the whole state would be the slice.
-SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 48,
-    "intermediate_size": 56,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
 MODELS = {
     "Llama": {"head_dim": 16},
     "Qwen2": {},
@@ -47,7 +42,7 @@ MODELS = {
 
 
 def stock_model(family: str, attention: str) -> Any:
-    return random_model(family, attention=attention, **SIZES, **MODELS[family])
+    return random_model(family, attention=attention, **STOCK_SIZES, **MODELS[family])
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +91,7 @@ def logits(package: Path, tokens: int) -> np.ndarray:
 
 
 def token_ids() -> np.ndarray:
-    return np.random.default_rng(0).integers(0, SIZES["vocab_size"], (1, CONTEXT)).astype(np.int32)
+    return np.random.default_rng(0).integers(0, STOCK_SIZES["vocab_size"], (1, CONTEXT)).astype(np.int32)
 
 
 @pytest.mark.parametrize(("family", "attention", "tokens"), CASES)
@@ -106,7 +101,7 @@ def test_a_stock_package_folds_on_disk(
     source = stock(family, attention, tokens)
     result = fold_package(source, tmp_path / "folded.mlpackage")
     (function,) = result.report.functions
-    assert len(function.folded) == SIZES["num_hidden_layers"]
+    assert len(function.folded) == STOCK_SIZES["num_hidden_layers"]
     assert (function.before.tiles, function.after.tiles) == (4, 0)
     assert function.after.operations < function.before.operations
     assert result.equality is not None
@@ -128,7 +123,7 @@ def test_the_graph_pass_does_the_same(
     model = stock_model(family, attention)
     path = convert_stock(model, tmp_path / "pass.mlpackage", context=CONTEXT, tokens=tokens, passes=pass_pipeline())
     (function,) = last_report().functions
-    assert len(function.folded) == SIZES["num_hidden_layers"]
+    assert len(function.folded) == STOCK_SIZES["num_hidden_layers"]
     assert (function.before.tiles, function.after.tiles) == (4, 0)
     original, counts = (
         inspect(Package.open(each))["functions"]["main"] for each in (stock(family, attention, tokens), path)
@@ -176,9 +171,30 @@ def test_all_functions_of_a_package_are_folded(
         assert (function.before.tiles, function.after.tiles) == (4, 0)
     assert result.equality is not None
     assert result.equality.least > 120
-    # Metadata, states and the default function are what they were: everything that reads packages still does.
-    assert result.package.metadata == Package.open(repeating).metadata
+    # Metadata but for the way of sharing heads, states and the default function are what they were: what reads packages still does.
+    original, folded = Package.open(repeating), Package.open(result.package.path)
+    configs = [read_metadata(package) for package in (original, folded)]
+    assert [config.pop("head_sharing") for config in configs] == ["repeat_kv", "fold"]
+    assert configs[0] == configs[1]
+    assert result.package.metadata == folded.metadata
+    assert {**original.metadata, CONFIG_KEY: ""} == {**folded.metadata, CONFIG_KEY: ""}
     assert verify(result.package.path, exaone4_folder(), tokens=20).snr_db > 40
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "no metadata"])
+def test_metadata_that_is_not_ours_is_kept(repeating: Path, tmp_path: Path, text: str) -> None:
+    source = tmp_path / "source.mlpackage"
+    shutil.copytree(repeating, source)
+    model = model_class()()
+    model.ParseFromString(model_file(source).read_bytes())
+    entries = model.description.metadata.userDefined
+    if text == "no metadata":
+        entries.clear()
+    else:
+        entries[CONFIG_KEY] = text
+    model_file(source).write_bytes(model.SerializeToString())
+    result = fold_package(source, tmp_path / "folded.mlpackage", check=False)
+    assert result.package.metadata == Package.open(source).metadata
 
 
 def command(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -212,7 +228,7 @@ def test_the_command_prints_text_and_skips_the_check(repeating: Path, tmp_path: 
 
 
 def test_the_benchmark_measures_what_the_reports_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    sizes = {name: SIZES[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")}
+    sizes = {name: STOCK_SIZES[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")}
     monkeypatch.setitem(fold_existing.GEOMETRIES, "tiny", {"family": "Qwen2", "intermediate_size": 8, **sizes})
     row = fold_existing.measure(
         "tiny", attention="sdpa", tokens=3, context=16, layers=2, folder=tmp_path, say=lambda line: None

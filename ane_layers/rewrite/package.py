@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ane_layers.chunks import CONFIG_KEY
 from ane_layers.program import Package
 from ane_layers.program.files import model_file
 from ane_layers.program.protocol import model_class
@@ -84,6 +86,7 @@ def fold_package(
         for name, each in plans.items():
             if each.folded:
                 rewrite_function(model.mlProgram.functions[name], each)
+        _note_sharing(model)
         file.write_bytes(model.SerializeToString(deterministic=True))
         say("reading back and checking")
         written = Package.open(made)
@@ -95,6 +98,22 @@ def fold_package(
             )
         move_into_place(made, target, folder)
     return FoldedPackage(replace(written, path=target), report, agreed)
+
+
+def _note_sharing(model: Any) -> None:
+    """Has the metadata of one of our own packages name the way in which heads are shared now, unless something is still repeated."""
+    entries = model.description.metadata.userDefined
+    blocks = [
+        block for function in model.mlProgram.functions.values() for block in function.block_specializations.values()
+    ]
+    if CONFIG_KEY not in entries or any(operation.type == "tile" for block in blocks for operation in block.operations):
+        return
+    try:
+        config = json.loads(entries[CONFIG_KEY])
+    except json.JSONDecodeError:
+        return  # damaged before; folding needs none of it
+    if isinstance(config, dict):
+        entries[CONFIG_KEY] = json.dumps(config | {"head_sharing": "fold"})
 
 
 def _report(original: Package, written: Package, plans: dict[str, Plan]) -> FoldReport:
