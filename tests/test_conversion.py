@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -146,8 +148,7 @@ def test_position_read_by_int_is_refused(tmp_path: Path) -> None:
             self.cache.value[:, :, slot : slot + 1, :] = x
             return self.cache.key + self.cache.value
 
-    warned = pytest.warns(UserWarning, match="a tensor became a Python value")
-    with warned, pytest.raises(ConversionError, match=r"input position has no effect.*int\(\)"):
+    with pytest.raises(ConversionError, match=r"test_conversion\.py:\d+: Python reads the value of a tensor"):
         convert(Baked(), tmp_path / "m.mlpackage", example_inputs=CACHED_INPUTS, states=CACHED_STATES)
     assert list(tmp_path.iterdir()) == []
 
@@ -568,18 +569,128 @@ def test_rotary_table_is_exact_at_the_end_of_the_context(tmp_path: Path) -> None
         program.predict({"position": np.array([4095], np.int32)})
 
 
-def test_branch_on_a_value_is_warned_about(tmp_path: Path) -> None:
-    class Branch(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q = Linear(8, 8)
+def by_branch(x: Tensor, module: Any) -> Tensor:
+    return x if x.abs().max() > 0.1 else x * 100
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.q(x)
-            return y if y.abs().max() > 0.1 else y * 100
 
-    with pytest.warns(UserWarning, match=r"test_conversion\.py:\d+: a tensor became a Python value while tracing"):
-        convert(Branch(), tmp_path / "m.mlpackage", example_inputs={"x": torch.zeros(1, 8, 1, 1)})
+def by_item(x: Tensor, module: Any) -> Tensor:
+    return x * x.max().item()
+
+
+def by_list(x: Tensor, module: Any) -> Tensor:
+    return x * sum(x.flatten().tolist())
+
+
+def by_array(x: Tensor, module: Any) -> Tensor:
+    return x * float(np.asarray(x).max())
+
+
+def by_membership(x: Tensor, module: Any) -> Tensor:
+    return x * 2 if 0.0 in x else x
+
+
+def by_weight(x: Tensor, module: Any) -> Tensor:
+    return x if module.q.weight.max() > 0 else -x
+
+
+def by_state(x: Tensor, module: Any) -> Tensor:
+    return x if module.state[0, 0] > 0 else -x
+
+
+def by_size_and_value(x: Tensor, module: Any) -> Tensor:
+    for limit in (x.shape[1], x.sum() + x.shape[1]):
+        if limit > 0:
+            x = x + 1
+    return x
+
+
+def by_a_view_that_is_written(x: Tensor, module: Any) -> Tensor:
+    table = torch.zeros(x.shape[1])
+    first = table[0]
+    table.copy_(x[0, :, 0, 0])
+    return x if first > 0 else -x
+
+
+def by_number_found(x: Tensor, module: Any) -> Tensor:
+    return x if x.nonzero().shape[0] > 3 else -x
+
+
+def by_number_masked(x: Tensor, module: Any) -> Tensor:
+    return x if x[x > 0].shape[0] > 3 else -x
+
+
+def by_chance(x: Tensor, module: Any) -> Tensor:
+    return x if torch.rand(1) > 0.5 else -x
+
+
+def by_size(x: Tensor, module: Any) -> Tensor:
+    assert x.shape[0] == 1
+    half = int(x[:, torch.tensor([1, 0]).repeat(4)].shape[1]) // 2
+    if x.size(3) > 1 and x.shape[1] * x.shape[3] % 2 == 0:
+        x = x * math.sqrt(x.shape[1])
+    for i in range(x.shape[3]):
+        x = x + i
+    return torch.cat([x[:, half:], x[:, : x.shape[1] // 2]], dim=1)
+
+
+def by_constant(x: Tensor, module: Any) -> Tensor:
+    return x * int(module.factor) if module.factor > 2 else x
+
+
+class Reading(nn.Module):
+    """A projection, a buffer to be a state, another, and a function that is given them."""
+
+    def __init__(self, read: Callable[[Tensor, Any], Tensor]) -> None:
+        super().__init__()
+        self.read = read
+        self.q = Linear(8, 8)
+        self.register_buffer("state", torch.zeros(1, 8))
+        self.register_buffer("factor", torch.tensor(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.read(self.q(x), self)
+
+
+READING = {"x": torch.ones(1, 8, 1, 4)}
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        by_branch,
+        by_item,
+        by_list,
+        by_array,
+        by_membership,
+        by_weight,
+        by_state,
+        by_size_and_value,
+        by_a_view_that_is_written,
+        by_chance,
+        by_number_found,
+        by_number_masked,
+    ],
+)
+def test_a_value_that_python_reads_is_refused(tmp_path: Path, read: Any) -> None:
+    """What it was while tracing would be fixed in the package, which would be wrong for other values."""
+    with pytest.raises(
+        ConversionError, match=r"^test_conversion\.py:(\d+): Python reads the value of a tensor"
+    ) as refused:
+        convert(Reading(read), tmp_path / "m.mlpackage", example_inputs=READING, states={"state": "state"})
+    first = read.__code__.co_firstlineno
+    assert first < int(str(refused.value).split(":")[1]) <= first + 4
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("read", [by_size, by_constant])
+def test_sizes_and_constants_may_be_read(tmp_path: Path, read: Any) -> None:
+    """They are as fixed in the package as in the trace; nor is anything said."""
+    module = Reading(read).requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        package = convert(module, tmp_path / "m.mlpackage", example_inputs=READING)
+    x = torch.randn(1, 8, 1, 4, generator=torch.Generator().manual_seed(0)).half()
+    assert snr_db(module(x.float()), run(package.path, {"x": x.numpy()})["output"]) > 55
 
 
 def test_names_of_weights_never_clash(tmp_path: Path) -> None:

@@ -6,19 +6,16 @@ import contextlib
 import inspect
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import einops
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.jit import TracerWarning  # type: ignore[attr-defined]
 
-import ane_layers
 from ane_layers.conversion.errors import ConversionError
+from ane_layers.conversion.python_values import refuse_read_values
 from ane_layers.conversion.quiet import checked_once, quiet_coremltools
 from ane_layers.layers import Embedding, Linear
 
@@ -192,13 +189,18 @@ def converted(module: nn.Module, spec: FunctionSpec, states: Mapping[str, str], 
     traceable = Traceable(module, list(shapes), spec)
     with _prepared(module, states, list(shapes), traceable):
         versions = {name: buffer._version for name, buffer in traceable.named_buffers()}
-        try:
-            with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                traced = torch.jit.trace(traceable, (*placeholders, *examples), check_trace=False)
-        except Exception as error:
-            raise ConversionError(f"tracing {type(module).__name__} failed: {error}") from error
-        _pass_on(caught)
+
+        def trace() -> Any:
+            try:
+                with torch.no_grad():
+                    return torch.jit.trace(traceable, (*placeholders, *examples), check_trace=False)
+            except Exception as error:
+                raise ConversionError(f"tracing {type(module).__name__} failed: {error}") from error
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            traced = trace()
+        refuse_read_values(caught, states, trace)
         _check_changed_buffers(traceable, versions, states)
         inputs = [ct.TensorType(name=names[path], shape=shape, dtype=np.float16) for path, shape in shapes.items()]
         for (name, value), example in zip(spec.inputs.items(), examples, strict=True):
@@ -219,20 +221,6 @@ def converted(module: nn.Module, spec: FunctionSpec, states: Mapping[str, str], 
         except Exception as error:
             raise ConversionError(f"converting {type(module).__name__} failed: {error}") from error
     return Converted(model, traceable.result_types)
-
-
-# Where a tensor's size is looked at while tracing, which is as fixed in the program as in the trace.
-_HARMLESS = tuple(Path(inspect.getfile(package)).parent for package in (ane_layers, einops, torch))
-
-
-def _pass_on(caught: Sequence[warnings.WarningMessage]) -> None:
-    """Repeats the tracer's warnings about a module's own code: a branch on a value, taken once, is fixed in the package."""
-    for warning in caught:
-        own = not any(Path(warning.filename).is_relative_to(folder) for folder in _HARMLESS)
-        if own and issubclass(warning.category, TracerWarning) and "Converting a tensor to" in str(warning.message):
-            where = f"{Path(warning.filename).name}:{warning.lineno}"
-            what = "a tensor became a Python value while tracing; what it was then is fixed in the package"
-            warnings.warn(f"{where}: {what}", UserWarning, stacklevel=5)
 
 
 def _check_changed_buffers(traceable: nn.Module, versions: Mapping[str, int], states: Mapping[str, str]) -> None:
