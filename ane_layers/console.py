@@ -100,7 +100,7 @@ def print_verification(result: Verification, *, positions: bool, findings: bool,
 
 
 def print_findings(findings: Sequence[Finding]) -> None:
-    """A line each on stderr, infinities and NaN first: tiny numbers that vanish are seldom a fault."""
+    """A line each on stderr, infinities and NaN first: tiny numbers that vanish are seldom a fault. Otherwise in the order given."""
     for finding in sorted(findings, key=lambda finding: finding.kind == "subnormal"):
         err.print(f"{finding.kind}: {finding}", markup=False)
 

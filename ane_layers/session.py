@@ -81,7 +81,10 @@ class Session:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Where numbers left fp16, by function; empty without `diagnose` or with another runtime."""
+        """Where numbers left fp16: functions of prefill first, each chunk by chunk, in the order of their operations.
+
+        Empty without `diagnose` or with another runtime.
+        """
         found = [item for chunk in self._chunks for item in chunk.programs.items()]
         programs = sorted(found, key=lambda item: not item[0].startswith("prefill"))
         return tuple(finding for _, program in programs for finding in getattr(program, "findings", ()))

@@ -54,7 +54,7 @@ class Verification:
 
     @property
     def first_non_finite(self) -> Finding | None:
-        """The first operation that made an infinity or a NaN, or a number beyond fp16 where fp16 is declared."""
+        """The first operation in the program that made an infinity or a NaN, or a number beyond fp16 where fp16 is declared."""
         return next((finding for finding in self.findings if finding.kind != "subnormal"), None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from mil_programs import save_program
 
+from ane_layers import console
 from ane_layers.interpreter import Finding, MLProgram, pessimism
 from ane_layers.interpreter.registry import Ignored, implementations
 
@@ -202,6 +204,29 @@ def test_results_of_nested_blocks_are_looked_at(tmp_path: Path) -> None:
 
     path = save(tmp_path, (2,), build)
     assert set(find(path, "fp16", np.array([1, 300], np.float16))) == {("square", "overflow")}
+
+
+def test_findings_are_in_the_order_of_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever call each happened in; printed, infinities and NaN stand in front."""
+
+    def build(values: Any) -> list[Any]:
+        small = mb.mul(x=values["x"], y=np.float16(1e-3), name="small")
+        early = mb.mul(x=values["x"], y=np.float16(10), name="early")
+        late = mb.mul(x=early, y=np.float16(10), name="late")
+        return [mb.add(x=small, y=mb.sub(x=late, y=early, name="difference"))]
+
+    path = save(tmp_path, (2,), build)
+    program = MLProgram(path, mode="fp16", diagnose=True)
+    for value in (1000, 10000, 1e-2):  # late alone overflows; early does, and its difference is none; small vanishes
+        program.predict({"x": np.array([value, 1], np.float16)})
+    order = [("small", "subnormal", 2), ("early", "overflow", 1), ("late", "overflow", 0), ("difference", "nan", 1)]
+    assert [(found.operation, found.kind, found.call) for found in program.findings] == order
+    printed = io.StringIO()
+    monkeypatch.setattr(console.err, "file", printed)
+    console.print_findings(program.findings)
+    lines = printed.getvalue().splitlines()
+    assert [line.split(":")[0] for line in lines] == ["overflow", "overflow", "nan", "subnormal"]
+    assert [line.split("'")[3] for line in lines] == ["early", "late", "difference", "small"]
 
 
 def test_nothing_is_collected_unless_asked_for(tmp_path: Path) -> None:

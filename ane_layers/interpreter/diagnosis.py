@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from ane_layers.interpreter.weights import is_constant
 from ane_layers.program import Argument, Block, Function, Reference, TensorType
 
 Kind: TypeAlias = Literal["overflow", "nan", "subnormal"]
+_KINDS: tuple[Kind, ...] = get_args(Kind)
 
 # The smallest normal fp16 number. Below it digits are lost, and engines are free to make it zero.
 SMALLEST_NORMAL = 2.0**-14
@@ -64,13 +65,18 @@ class Diagnosis:
         self._function = function
         self._dtypes = dict(_dtypes(function))
         self._near = dict(_nearest_weights(function.block))
-        self._found: dict[tuple[str, str], Finding] = {}
+        names = [output.name for operation in function.block.walk() for output in operation.outputs]
+        self._places = {name: place for place, name in enumerate(names)}
+        self._found: dict[tuple[str, Kind], Finding] = {}
         self._call = -1
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """In the order in which they first happened."""
-        return tuple(self._found.values())
+        """In the order of the operations in the program, whichever call they happened in; of one, overflow, NaN, subnormal."""
+        return tuple(
+            self._found[key]
+            for key in sorted(self._found, key=lambda key: (self._places[key[0]], _KINDS.index(key[1])))
+        )
 
     def begin(self) -> None:
         """Notes that a further call begins."""
@@ -119,7 +125,7 @@ class Diagnosis:
         if count == 0:
             return
         operation = step.operation
-        key = (operation.outputs[0].name, kind)
+        key: tuple[str, Kind] = operation.outputs[0].name, kind
         before = self._found.get(key)
         if before is None:
             index = tuple(places.nonzero()[0].tolist())

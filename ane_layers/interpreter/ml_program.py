@@ -89,7 +89,7 @@ class MLProgram:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Where numbers left fp16 so far, in the order in which it first happened; empty without `diagnose`."""
+        """Where numbers left fp16 so far, in the order of the program's operations; empty without `diagnose`."""
         return () if self._diagnosis is None else self._diagnosis.findings
 
     def make_state(self) -> MLState:
