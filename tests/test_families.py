@@ -164,12 +164,29 @@ def test_what_a_config_can_say_matches_transformers(folder: Folder, family: str,
     assert_close(in_blocks(model, ids(), [7, 1, 40, 1, 31]), expected, **LOGITS)
 
 
-def test_capped_scores_match_transformers_own_function(folder: Folder) -> None:
-    """Gemma 3's class leaves `attn_logit_softcapping` out; the function of its file that takes it is given it here."""
+def capped_by_transformers(module: Any, *args: Any, **options: Any) -> Any:
     from transformers.models.gemma3 import modeling_gemma3
 
-    def capped(module: Any, *args: Any, **options: Any) -> Any:
-        return modeling_gemma3.eager_attention_forward(module, *args, softcap=module.attn_logit_softcapping, **options)
+    return modeling_gemma3.eager_attention_forward(module, *args, softcap=module.attn_logit_softcapping, **options)
+
+
+def capped_by_hand(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    """One head at a time: cap · tanh(scores / cap), then the mask, then softmax."""
+    groups, cap = query.shape[1] // key.shape[1], module.attn_logit_softcapping
+    heads = []
+    for head in range(query.shape[1]):
+        scores = scaling * (query[:, head] @ key[:, head // groups].mT)
+        scores = cap * torch.tanh(scores / cap) + mask[:, 0]
+        heads.append(torch.softmax(scores, dim=-1) @ value[:, head // groups])  # [B, S, D]
+    return torch.stack(heads, dim=2), None  # [B, S, H, D]
+
+
+@pytest.mark.parametrize("capped", [capped_by_transformers, capped_by_hand])
+def test_capped_scores_match(folder: Folder, capped: Any) -> None:
+    """Gemma 3's class leaves `attn_logit_softcapping` out; it is given an attention here that applies it."""
+    from transformers.models.gemma3 import modeling_gemma3
 
     made = folder("gemma3", attn_logit_softcapping=0.7)
     theirs = reference(made)
