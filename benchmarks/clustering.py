@@ -20,12 +20,13 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import json
 import logging
 import platform
+import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -100,6 +101,23 @@ def compare(name: str, weight: np.ndarray, bits: int, group_size: int, repeats: 
         "error_ratio": total / stock_total if stock_total else 1.0,
         "worst_group_error_ratio": float(ratios.max()) if len(ratios) else 1.0,
     }
+
+
+def tables(result: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Markdown: for each width and size of a group, how the distributions compare."""
+    lines = [
+        "| group | bits | weights | coremltools | times faster, least to most | median | error ÷ theirs, least to most | worst group |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for size, width, exact in dict.fromkeys((row["group_size"], row["bits"], row["exact"]) for row in result):
+        rows = [row for row in result if (row["group_size"], row["bits"], row["exact"]) == (size, width, exact)]
+        faster, errors = ([row[key] for row in rows] for key in ("time_ratio", "error_ratio"))
+        worst = max(row["worst_group_error_ratio"] for row in rows)
+        lines.append(
+            f"| {size or 'tensor'} | {width} | {len(rows)} | {'exact' if exact else 'not exact'} | {min(faster):.1f} to {max(faster):.1f}"
+            f" | {statistics.median(faster):.1f} | {min(errors):.5f} to {max(errors):.5f} | {worst:.5f} |"
+        )
+    return lines
 
 
 def main(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -78,6 +79,16 @@ def shown(key: str, value: Any) -> str:
     return f"{value:.1f}" if isinstance(value, float) else str(value)
 
 
+def tables(result: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Markdown, a line a family."""
+    lines = [
+        list(COLUMNS.values()),
+        ["---"] * len(COLUMNS),
+        *([shown(key, row[key]) for key in COLUMNS] for row in result),
+    ]
+    return ["| " + " | ".join(line) + " |" for line in lines]
+
+
 def main(
     families: Annotated[list[str] | None, typer.Argument(help="Files in ane_layers/models; all by default.")] = None,
     output: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
@@ -88,13 +99,12 @@ def main(
     if unknown:
         raise typer.BadParameter(f"{unknown[0]!r} is no family; there are {', '.join(FAMILIES)}")
     out, err = Console(width=200), Console(stderr=True)
-    out.print("| " + " | ".join(COLUMNS.values()) + " |", markup=False)
-    out.print("| " + " | ".join("---" for _ in COLUMNS) + " |", markup=False)
+    out.print("\n".join(tables([])), markup=False)
     rows = []
     for family in families or FAMILIES:
         with err.status(family), tempfile.TemporaryDirectory(prefix="families-") as scratch:
             rows.append(measure(family, Path(scratch)))
-        out.print("| " + " | ".join(shown(key, rows[-1][key]) for key in COLUMNS) + " |", markup=False)
+        out.print(tables(rows)[-1], markup=False)
     if output is not None:
         output.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
 

@@ -13,13 +13,13 @@ import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from stock_models import GEOMETRIES, convert_stock, random_model
+from stock_models import GEOMETRIES, convert_stock, published
 
 from ane_layers.analysis import analyze
 from ane_layers.program import Package
@@ -49,16 +49,7 @@ def measure(
     name: str, *, attention: str, tokens: int, context: int, layers: int, folder: Path, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """One model and one number of tokens a call: as converted, with the pass, and folded on disk."""
-    settings = dict(GEOMETRIES[name])
-    family = settings.pop("family")
-    model = random_model(
-        family,
-        attention=attention,
-        num_hidden_layers=layers,
-        vocab_size=1024,
-        max_position_embeddings=context,
-        **settings,
-    )
+    model = published(name, attention=attention, layers=layers, context=context)
     options: dict[str, Any] = {"context": context, "tokens": tokens}
     say(f"{name}, {tokens} tokens: converting")
     stock = convert_stock(model, folder / "stock.mlpackage", **options)
@@ -82,7 +73,7 @@ def measure(
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Lines of Markdown; before → after the pass."""
+    """Lines of Markdown; before → after the pass. Equal to the bit is an infinite ratio, or, out of JSON, None."""
     lines: list[Sequence[str]] = [COLUMNS, ["---"] * len(COLUMNS)]
     for row in rows:
         before, after = row["before"], row["after"]
@@ -92,9 +83,17 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
             digits = 1 if key.endswith("_mb") else 0
             cells.append(f"{before[key]:,.{digits}f} → {after[key]:,.{digits}f}")
         lines.append(
-            [*cells, *("identical" if level == float("inf") else f"{level:.0f}" for level in row["snr_db"].values())]
+            [
+                *cells,
+                *("identical" if level in (None, float("inf")) else f"{level:.0f}" for level in row["snr_db"].values()),
+            ]
         )
     return ["| " + " | ".join(line) + " |" for line in lines]
+
+
+def tables(result: Mapping[str, Any]) -> list[str]:
+    """Markdown of what `--json` prints."""
+    return [f"{result['layers']} layers, context {result['context']}:", "", *table(result["rows"])]
 
 
 def main(

@@ -176,6 +176,16 @@ def table(function: str, rows: Mapping[str, dict[str, Any]], cpu: Mapping[str, M
     return ["| " + " | ".join(map(str, line)) + " |" for line in lines]
 
 
+def tables(result: Mapping[str, Any]) -> list[str]:
+    """Markdown: a table for each function."""
+    geometry = result["geometry"]
+    lines = [", ".join(f"{key} {value}" for key, value in geometry.items())]
+    for function, length in (("decode", 1), ("prefill", geometry["block"])):
+        lines += ["", f"{function}, {length} {'token' if length == 1 else 'tokens'}; bytes in MiB", ""]
+        lines += table(function, result["ways"], result["cpu"].get(function, {}))
+    return lines
+
+
 def mib(size: int | None) -> str:
     return "?" if size is None else f"{size / 2**20:.2f}".removesuffix(".00")
 
@@ -210,10 +220,7 @@ def main(
         print(json.dumps(result, indent=2))
     else:
         print(", ".join(f"{key} {value}" for key, value in result["machine"].items()))
-        print(", ".join(f"{key} {value}" for key, value in result["geometry"].items()))
-        for function, length in (("decode", 1), ("prefill", geometry.block)):
-            print(f"\n{function}, {length} {'token' if length == 1 else 'tokens'}; bytes in MiB")
-            print("\n".join(table(function, result["ways"], result["cpu"].get(function, {}))))
+        print("\n".join(tables(result)))
     if result["disagree"]:
         print("disagrees with PyTorch: " + "; ".join(result["disagree"]), file=sys.stderr)
         raise typer.Exit(1)

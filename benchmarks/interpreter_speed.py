@@ -5,29 +5,31 @@
 
 Writes a decode package of the folder, compresses it to 4-bit tables with coremltools (evenly spaced values: what the values are does
 not matter for speed), and runs a few tokens at a position deep in the context. `transformers` gets the folder as it is and a cache of
-the same length. Every candidate runs in a process of its own; memory is the largest resident size that the operating system saw.
+the same length. Every candidate runs in a process of its own; memory is the largest resident size that the operating system saw
+(`measure.py`).
 """
 
 from __future__ import annotations
 
 import json
 import platform
-import resource
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 import typer
+from measure import measured
 
 CANDIDATES = ("transformers eager fp32", "transformers sdpa fp32", "fp32", "fp16", "fp32 compact", "fp16 compact")
+THREADS = 2
 
 
 def write_package(folder: Path, package: Path, context: int) -> None:
@@ -92,45 +94,57 @@ def run_transformers(folder: Path, attention: str, position: int, tokens: int) -
     return times
 
 
+def tables(result: Mapping[str, Any]) -> list[str]:
+    """Markdown; the first candidate is what the others are held against."""
+    lines = [
+        f"Context {result['context']}, its last {result['tokens']} positions, {result['threads']} threads:",
+        *("", "| candidate | ms a token | speed against eager | peak GB | memory against eager |"),
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in result["rows"]:
+        base = result["rows"][0]
+        speed, memory = base["ms"] / row["ms"], row["peak_gb"] / base["peak_gb"]
+        lines.append(f"| {row['candidate']} | {row['ms']:.0f} | {speed:.2f} | {row['peak_gb']:.2f} | {memory:.2f} |")
+    return lines
+
+
 def main(
     folder: Annotated[Path, typer.Argument(help="Checkpoint in Hugging Face's format.")],
     context: Annotated[int, typer.Option(help="Slots of the cache.")] = 4096,
     tokens: Annotated[int, typer.Option(help="Tokens to decode; the first is left out.")] = 9,
     package: Annotated[Path | None, typer.Option(help="A 4-bit decode package that is there already.")] = None,
     only: Annotated[str, typer.Option(help="One candidate alone (internal: each runs in its own process).")] = "",
+    output: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
 ) -> None:
     position = context - tokens
     if only:
-        torch.set_num_threads(2)
+        torch.set_num_threads(THREADS)
         if only.startswith("transformers"):
             times = run_transformers(folder, only.split()[1], position, tokens)
         else:
             assert package is not None
             times = run_interpreter(package, only, context, position, tokens)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-        print(json.dumps({"ms": 1e3 * statistics.median(times[1:]), "peak_gb": peak}))
+        print(json.dumps({"ms": 1e3 * statistics.median(times[1:])}))
         return
     names = ("torch", "transformers", "coremltools")
-    print(f"{platform.machine()}, 2 threads, {', '.join(f'{name} {version(name)}' for name in names)}")
+    print(f"{platform.machine()}, {THREADS} threads, {', '.join(f'{name} {version(name)}' for name in names)}")
     print(f"{folder.name}, context {context}, positions {position} to {context - 1}, 4-bit tables")
     scratch = Path(tempfile.mkdtemp(prefix="interpreter-speed-"))
     try:
         if package is None:
             package = scratch / "decode.mlpackage"
             write_package(folder, package, context)
-        print("| candidate | ms a token | speed against eager | peak GB | memory against eager |")
-        print("| --- | --- | --- | --- | --- |")
-        base: dict[str, float] = {}
+        result: dict[str, Any] = {"context": context, "tokens": tokens, "threads": THREADS, "rows": []}
+        print("\n".join(tables(result)[-2:]))
         for name in CANDIDATES:
             command = [sys.executable, __file__, str(folder), "--context", str(context), "--tokens", str(tokens)]
             command += ["--package", str(package), "--only", name]
-            line = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1]
-            figures: dict[str, float] = json.loads(line)
-            base = base or figures
-            speed, memory = base["ms"] / figures["ms"], figures["peak_gb"] / base["peak_gb"]
-            print(
-                f"| {name} | {figures['ms']:.0f} | {speed:.2f} | {figures['peak_gb']:.2f} | {memory:.2f} |", flush=True
-            )
+            took = measured(command)
+            figures = json.loads(took.output.splitlines()[-1])
+            result["rows"].append({"candidate": name, **figures, "peak_gb": took.peak_gb})
+            print(tables(result)[-1], flush=True)
+        if output is not None:
+            output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

@@ -42,6 +42,17 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
     },
+    "EXAONE-4.0-1.2B": {
+        "family": "Exaone4",
+        "hidden_size": 2048,
+        "intermediate_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        # Said for every layer: without a window, transformers derives no types from its pattern.
+        "sliding_window": None,
+        "layer_types": "full_attention",
+    },
 }
 
 
@@ -61,6 +72,15 @@ def random_model(family: str, *, attention: str = "sdpa", seed: int = 0, **setti
             else:
                 parameter.normal_(0, parameter.shape[1] ** -0.5, generator=generator)
     return model.eval()
+
+
+def published(name: str, *, attention: str, layers: int, context: int) -> Any:
+    """A random model of one of `GEOMETRIES`, of few layers, with a vocabulary of 1,024: neither touches attention."""
+    settings = dict(GEOMETRIES[name])
+    if "layer_types" in settings:
+        settings["layer_types"] = [settings["layer_types"]] * layers
+    sizes = {"num_hidden_layers": layers, "vocab_size": 1024, "max_position_embeddings": context}
+    return random_model(settings.pop("family"), attention=attention, **sizes, **settings)
 
 
 class StatefulModel(nn.Module):
