@@ -53,7 +53,7 @@ def measured(command: Sequence[str], *, capture: bool = True) -> Measured:
             try:
                 output = process.communicate()[0]
             except BaseException:
-                process.terminate()  # the launcher ends the command with itself
+                process.terminate()  # the launcher passes it on to the command
                 raise
         if process.returncode:
             raise subprocess.CalledProcessError(process.returncode, list(command))
@@ -63,9 +63,10 @@ def measured(command: Sequence[str], *, capture: bool = True) -> Measured:
 def launch(figures: Path, command: Sequence[str]) -> int:
     """Runs the command and writes what it took; gives its exit status, as a shell does."""
     started = time.monotonic()
-    process = subprocess.Popen(command)
-    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the command as well
+    # A group of its own, so that a command that measures others ends with all of them.
+    process = subprocess.Popen(command, process_group=0)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda received, _: os.killpg(process.pid, received))
     _, status, usage = os.wait4(process.pid, 0)
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes
     took = {

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -96,6 +97,10 @@ def main(
         raise typer.BadParameter(f"--checkpoint {checkpoint}: has no config.json")
     results = results or ROOT / "build" / ("benchmarks-quick.json" if quick else "benchmarks.json")
     out = out or (ROOT / "build" / "benchmarks-quick.md" if quick else ROOT / "docs" / "benchmarks.md")
+    (ROOT / "build").mkdir(exist_ok=True)
+    for option, path in (("--results", results), ("--out", out)):
+        if not path.parent.is_dir():
+            raise typer.BadParameter(f"{option} {path}: {path.parent} is not a folder")
     try:
         found = load(results)
     except ValueError as error:
@@ -103,6 +108,7 @@ def main(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # cleans up like an interrupt
     failed = []
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as scratch:
+        os.environ["TMPDIR"] = scratch  # whatever a section leaves when it is ended goes with it
         for name in [] if render else sections or SECTIONS:
             print(f"\n{name}: {shlex.join(SECTIONS[name].command(quick=quick))}", file=sys.stderr, flush=True)
             try:
@@ -116,7 +122,6 @@ def main(
             # Read again: another run may have finished a section meanwhile.
             found = load(results)
             found["sections"][name] = entry
-            results.parent.mkdir(parents=True, exist_ok=True)
             write_json(found, results)
     text = page(found)
     print(text)

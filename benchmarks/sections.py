@@ -104,9 +104,9 @@ SECTIONS: dict[str, Section] = {
         script="sensitivity.py",
         arguments=[CHECKPOINT],
         quick=[CHECKPOINT, "--windows", "1", "--length", "16"],
-        says="`ane-layers sensitivity` on random weights of the 1.2B geometry, with random token ids, as a folder "
-        "without a tokenizer gets them. Time and memory are what they are for real weights; the ranking itself "
-        "means nothing here.",
+        says="`ane-layers sensitivity` as a user runs it, on random weights of the 1.2B geometry and with random token ids, as a "
+        "folder without a tokenizer gets them. Time and memory are what is measured; the ranking itself means "
+        "nothing here.",
     ),
     "families": Section(
         title="Families",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,19 @@ def test_a_failing_command_raises_with_its_status() -> None:
     with pytest.raises(subprocess.CalledProcessError) as caught:
         measured(python("import os; os.kill(os.getpid(), 9)"))
     assert caught.value.returncode == 128 + 9
+
+
+def test_a_command_that_measures_another_ends_with_it(tmp_path: Path) -> None:
+    inner = python("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
+    code = f"import sys; sys.path.insert(0, {str(HERE)!r}); from measure import measured; measured({inner!r}, capture=False)"
+    command = [sys.executable, str(HERE / "measure.py"), str(tmp_path / "figures.json"), *python(code)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as outer:
+        assert outer.stdout is not None
+        running = Path(f"/proc/{int(outer.stdout.readline())}")
+        outer.terminate()
+        assert outer.wait() == 128 + signal.SIGTERM
+        outer.stdout.read()  # ends when the last process that could write has ended
+    assert not running.exists() or "Z" in (running / "stat").read_text().split()[2]
 
 
 @pytest.mark.parametrize("name", SECTIONS)
@@ -151,6 +165,7 @@ def test_a_quick_section_goes_into_the_results_and_onto_the_page(tmp_path: Path)
         (["clusters"], "'clusters' is no section"),
         (["--checkpoint", "nowhere"], "--checkpoint nowhere: has no config.json"),
         (["--render", "--results", "{bad}"], "field sections is missing"),
+        (["--results", "no/where.json"], "--results no/where.json: no is not a folder"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: list[str], said: str, tmp_path: Path) -> None:
