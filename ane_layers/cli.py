@@ -16,7 +16,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 # What the parser raises: click's own, or that of the copy in newer typers.
 USAGE_ERROR: Any = typer.BadParameter.__base__
-USAGE_STATUS, INTERRUPTED = 2, 130
+USAGE_STATUS = 2
 
 
 @app.callback(invoke_without_command=True)
@@ -46,13 +46,13 @@ def main() -> None:
     try:
         status = app(prog_name="ane-layers", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
-        status = INTERRUPTED
+        status = console.INTERRUPTED
     except USAGE_ERROR as error:
         console.fail(usage_line(error), USAGE_STATUS)
     except (ValueError, OSError) as error:
         console.fail(str(error) or type(error).__name__)
-    if status == INTERRUPTED:  # newer typers catch the interrupt themselves
-        console.fail("interrupted; nothing was written", INTERRUPTED)
+    if status == console.INTERRUPTED:  # newer typers catch the interrupt themselves
+        console.fail("interrupted; nothing was written", console.INTERRUPTED)
     sys.exit(status)
 
 

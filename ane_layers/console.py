@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from ane_layers.text_generation import TextGeneration
     from ane_layers.verification import Verification
 
+INTERRUPTED = 130
+"""Exit status of a run that the user stopped."""
+
 out = Console(highlight=False, soft_wrap=True)
 # Bound to the stream itself: while coremltools' output is silenced, sys.stderr is another one.
 err = Console(file=sys.stderr, highlight=False, soft_wrap=True)

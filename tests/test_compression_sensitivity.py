@@ -22,12 +22,12 @@ from torch import Tensor
 
 from ane_layers.compression import Ranking, Setting, compress_weight, fisher, harm, replay, sensitivity, units
 from ane_layers.compression.fisher import Gradients, layer_gradients, predicted_divergence
-from ane_layers.compression.journal import Journal
 from ane_layers.compression.kl import changed_divergence, divergence
 from ane_layers.compression.plot import plot_ranking
 from ane_layers.compression.rank_agreement import default_top, rank_correlation, top_overlap
 from ane_layers.compression.replay import Replay
 from ane_layers.compression.sensitivity import agreement, journal_path, write_ranking
+from ane_layers.journal import Journal
 from ane_layers.layers import folded_rows
 from ane_layers.models import from_folder
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -75,6 +76,13 @@ def convert(
         float | None, typer.Option(help="MB of weights that a package may have, in place of --chunks.")
     ] = None,
     head_apart: Annotated[bool, typer.Option(help="Put the output head into a package of its own.")] = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Keep finished chunks of an interrupted conversion in OUTPUT.unfinished, and go on from those that are there.",
+        ),
+    ] = False,
     recipe: RecipeOption = None,
     ranking: RankingOption = None,
     promote: PromoteOption = None,
@@ -97,7 +105,7 @@ def convert(
     chunking = Chunking(chunks=chunks, limit=limit, head_apart=head_apart).of(chosen)
     check_output(output, chunking, chosen)  # before anything is loaded
     started = time.monotonic()
-    with console.progress() as say:
+    with console.progress() as say, _kept_chunks(output, resume):
         say(f"loading {folder}")
         source = resolve(folder, progress=say)
         slots = min(4096, longest_context(source)) if context is None else context
@@ -123,6 +131,7 @@ def convert(
             verify=verify_tokens,
             all_logits=all_logits,
             duplicate_tied=duplicate_tied,
+            resume=resume,
             progress=say,
         )
     compression = result.compression
@@ -138,6 +147,22 @@ def convert(
         _inspection(inspection, False)
         console.out.print()
         console.print_compression(compression.report, compression.plan)
+
+
+@contextlib.contextmanager
+def _kept_chunks(output: Path, resume: bool) -> Iterator[None]:
+    """Tells of finished chunks that an interrupted or failed conversion keeps (`--resume`)."""
+    from ane_layers.conversion.unfinished import kept_chunks, unfinished_path
+
+    try:
+        yield
+    except BaseException as error:
+        if resume and (count := kept_chunks(output)):
+            told = f"{count} finished chunks are kept in {unfinished_path(output)}; the same command with --resume goes on from there"
+            if isinstance(error, KeyboardInterrupt):
+                console.fail(f"interrupted; {told}", console.INTERRUPTED)
+            console.err.print(told, markup=False)
+        raise
 
 
 def inspect(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -58,9 +58,9 @@ class Compression:
         reports = {path: report for path, report in self._reports.items() if path in paths}
         return Compression(self.plan.part(paths), kept, reports)
 
-    def absorb(self, part: Compression) -> None:
+    def absorb(self, reports: Iterable[TensorReport]) -> None:
         """Takes over what a part's compression has to report."""
-        self._reports |= part._reports
+        self._reports |= {report.path: report for report in reports}
 
     def leave(self, path: str, tensor: Tensor, reason: str) -> None:
         """Notes a tensor that no recipe compresses."""

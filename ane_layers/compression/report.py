@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -47,6 +48,12 @@ class TensorReport:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"shape": list(self.shape), "setting": self.setting.key, "snr_db": self.snr_db}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> TensorReport:
+        """What `as_dict` gave."""
+        given = {name: value for name, value in values.items() if name != "snr_db"}
+        return cls(**given | {"shape": tuple(values["shape"]), "setting": Setting.from_key(values["setting"])})
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import joblib
 import torch
@@ -18,11 +18,11 @@ from torch import Tensor
 import ane_layers
 from ane_layers.compression.calibration import calibration_tokens, has_tokenizer
 from ane_layers.compression.harm import Job, Part, PartHarm, measure, parts, release
-from ane_layers.compression.journal import Journal
 from ane_layers.compression.rank_agreement import default_top, rank_correlation, top_overlap
 from ane_layers.compression.ranking import ModuleHarm, Ranking, model_facts
 from ane_layers.compression.setting import Setting
 from ane_layers.compression.units import units
+from ane_layers.journal import Journal, folder_facts
 from ane_layers.models import FAMILIES, CausalLM, longest_context
 from ane_layers.models.config import load_config
 
@@ -94,7 +94,7 @@ def sensitivity(
     samples = max(1, _DRAWN_TOKENS // tokens.numel()) if samples is None else samples
     run = {
         "ane_layers": ane_layers.__version__,
-        "model": _files(Path(folder)),
+        "model": folder_facts(Path(folder)),
         "tokens": [list(tokens.shape), hashlib.sha256(tokens.to(torch.int64).numpy().tobytes()).hexdigest()],
         "settings": [setting.key for setting in settings],
         "methods": list(methods),
@@ -129,13 +129,6 @@ def _outline(folder: str | Path, tokens: Tensor) -> CausalLM:
         model = family(config, context_length=tokens.shape[1])
         model.fuse()
     return model
-
-
-def _files(folder: Path) -> list[list[Any]]:
-    """What tells one checkpoint from another without reading it: the config's hash; names, sizes and times of the weights' files."""
-    config = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
-    weights = [(path.name, path.stat()) for path in sorted(folder.glob("*.safetensors"))]
-    return [["config.json", config], *([name, stat.st_size, stat.st_mtime_ns] for name, stat in weights)]
 
 
 def _measured(

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ane_layers.chunks import is_package, open_packages
 from ane_layers.compression import Compression, Plan, units
 from ane_layers.compression.setting import FP16
-from ane_layers.conversion.files import move_into_place, workspace
+from ane_layers.conversion.files import move_into_place
 from ane_layers.conversion.tracing import late_bound_weights
+from ane_layers.conversion.unfinished import chunk_folder
 from ane_layers.models.base import CausalLM
 from ane_layers.models.part import Part, PartSizes, cut, cut_to
 from ane_layers.program import Package
@@ -72,6 +73,7 @@ def convert_chunks(
     target: str | Path,
     *,
     compression: Compression | None = None,
+    run: Mapping[str, Any] | None = None,
     progress: Callable[[str], None] | None = None,
     **options: Any,
 ) -> list[Package]:
@@ -82,6 +84,8 @@ def convert_chunks(
         parts: in order; see `choose_parts`.
         target: the folder; chunks that are there are replaced.
         compression: of the whole model's weights. It reports on all of them afterwards.
+        run: what decides the result (see `conversion.folder`), for a conversion that can be resumed: finished chunks are kept when it is
+            interrupted or fails, and a later call with the same `run` goes on from them.
         progress: called with a line of text at each step.
         options: see `CausalLM.convert`.
 
@@ -99,22 +103,25 @@ def convert_chunks(
         raise ValueError(
             f"recipe {plan.recipe.name} keeps embedding and head in one table, and they are in different chunks; give it tied = 'split'"
         )
-    with workspace(target) as scratch:
-        folder = scratch / target.name
-        folder.mkdir()
+    with chunk_folder(target, run) as store:
         for part in parts:
-            say(f"chunk {part.number + 1} of {part.count}: {part}")
 
             def told(line: str, part: Part = part) -> None:
                 say(f"chunk {part.number + 1} of {part.count}: {line}")
 
-            model = make(part)
-            own = None if compression is None else compression.part(late_bound_weights(model))
-            path = folder / f"chunk_{part.number}.mlpackage"
-            model.convert(path, compression=own, progress=told, **options)
-            if compression is not None and own is not None:
-                compression.absorb(own)
-            del model
-        open_packages(folder)
-        move_into_place(folder, target, scratch)
+            reports = store.finished(part)
+            if reports is None:
+                told(str(part))
+                model = make(part)
+                own = None if compression is None else compression.part(late_bound_weights(model))
+                model.convert(store.package(part), compression=own, progress=told, **options)
+                del model
+                reports = [] if own is None else list(own.report.tensors)
+                store.add(part, reports)
+            else:
+                told("finished by an earlier run")
+            if compression is not None:
+                compression.absorb(reports)
+        open_packages(store.chunks)
+        move_into_place(store.chunks, target, store.scratch)
     return open_packages(target)

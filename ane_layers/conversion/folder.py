@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import ane_layers
 from ane_layers.chunks import is_package
 from ane_layers.compression import Compression, Ranking, Recipe
 from ane_layers.compression.plan import Importance
 from ane_layers.compression.preparation import prepare
 from ane_layers.conversion.chunks import check_folder, choose_parts, convert_chunks
 from ane_layers.conversion.converter import check_target
+from ane_layers.journal import folder_facts
 from ane_layers.models import open_folder, outline
 from ane_layers.models.part import Part
 from ane_layers.program import Package
@@ -89,6 +93,7 @@ def convert_folder(
     ranking: str | Path | Ranking | None = None,
     importance: Importance | None = None,
     duplicate_tied: bool = False,
+    resume: bool = False,
     progress: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Conversion:
@@ -101,10 +106,13 @@ def convert_folder(
         chunking: into how many packages.
         recipe: how weights are stored; fp16 without.
         ranking, importance: for the recipe; see `make_plan`.
+        resume: whether finished chunks are kept when the conversion is interrupted or fails, beside the target in `<target>.unfinished`,
+            and those that an earlier one left are taken over.
         duplicate_tied, progress, options: see `CausalLM.convert`.
 
     Raises:
-        ValueError, ConversionError: nothing is left on disk.
+        ValueError, ConversionError: nothing is left on disk, but for chunks kept by `resume`. Also for chunks that were left by a
+            conversion of another model or with other settings.
     """
     target = Path(target)
     chunking = (chunking or Chunking()).of(recipe)
@@ -120,6 +128,10 @@ def convert_folder(
         )
 
     if not chunking.several:
+        if resume:
+            raise ValueError(
+                f"{target}: is one package, and only finished chunks can be resumed; ask for several (--chunks)"
+            )
         model = load()
         compression = None if recipe is None else prepare(model, recipe, ranking=ranking, importance=importance)
         options |= {"compression": compression, "duplicate_tied": duplicate_tied, "progress": progress}
@@ -128,13 +140,36 @@ def convert_folder(
     compression = None if recipe is None else prepare(whole, recipe, ranking=ranking, importance=importance)
     plan = None if compression is None else compression.plan
     parts = choose_parts(whole, plan, chunks=chunking.chunks, limit=chunking.limit, head_apart=chunking.head_apart)
+    settings = {"duplicate_tied": duplicate_tied, **options}
+    run = _facts(Path(folder), loading, parts, compression, settings) if resume else None
     packages = convert_chunks(
         load,
         parts,
         target,
         compression=compression,
-        duplicate_tied=duplicate_tied,
+        run=run,
         progress=progress,
-        **options,
+        **settings,
     )
     return Conversion(packages, compression)
+
+
+def _facts(
+    folder: Path, loading: Loading, parts: Sequence[Part], compression: Compression | None, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What decides the contents of chunks: a conversion goes on only from those that were made with the same."""
+    plan = None if compression is None else compression.plan
+    importance = hashlib.sha256()
+    for path, moments in sorted(plan.importance.items()) if plan is not None else []:
+        importance.update(path.encode() + moments.numpy().tobytes())
+    return {
+        "ane_layers": ane_layers.__version__,
+        "coremltools": version("coremltools"),
+        "torch": version("torch"),
+        "model": folder_facts(folder),
+        "loading": [loading.context_length, loading.fuse, dict(loading.options)],
+        "parts": [asdict(part) for part in parts],
+        "recipe": None if plan is None else {path: setting.key for path, setting in plan.settings.items()},
+        "importance": importance.hexdigest(),
+        "settings": dict(settings),
+    }

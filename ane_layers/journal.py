@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -76,3 +77,10 @@ class Journal:
 
 def _line(value: Any) -> bytes:
     return json.dumps(value).encode() + b"\n"
+
+
+def folder_facts(folder: Path) -> list[list[Any]]:
+    """What tells one checkpoint from another without reading it: the config's hash; names, sizes and times of the weights' files."""
+    config = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
+    weights = [(path.name, path.stat()) for path in sorted(folder.glob("*.safetensors"))]
+    return [["config.json", config], *([name, stat.st_size, stat.st_mtime_ns] for name, stat in weights)]
