@@ -2,6 +2,7 @@
 
     python benchmarks/make_checkpoint.py --out FOLDER [--layers 30] [--seed 0]
     python benchmarks/make_checkpoint.py --out FOLDER --geometry 32b --layers 4 --vocabulary 1024   # one group of its layers
+    python benchmarks/make_checkpoint.py --out FOLDER --geometry 32b --sharded --holes 0.3          # all of it, 48 GB on disk
 
 The folder is what transformers' `save_pretrained` writes: config.json, generation_config.json, model.safetensors in
 bf16. It has no tokenizer, and its text means nothing: it serves for shapes, sizes, speed and numerical agreement.
@@ -9,6 +10,7 @@ bf16. It has no tokenizer, and its text means nothing: it serves for shapes, siz
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 import tempfile
@@ -18,6 +20,7 @@ from typing import Annotated
 
 import torch
 import typer
+from sharded_checkpoint import shapes, write_sharded
 from transformers import Exaone4Config, Exaone4ForCausalLM
 
 # The usual initialisation. The norms after attention and feed-forward bound what a layer adds, whatever its weights.
@@ -90,6 +93,13 @@ def make(
     layers: Annotated[int | None, typer.Option(min=1, help="Number of layers; the model's own by default.")] = None,
     vocabulary: Annotated[int, typer.Option(min=512, help="Rows of embedding and head.")] = 102400,
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+    sharded: Annotated[bool, typer.Option("--sharded", help="Write a file a layer, for models beyond memory.")] = False,
+    holes: Annotated[
+        float,
+        typer.Option(
+            min=0, max=0.9, help="With --sharded: share of feed-forward rows that are zeros without room on disk."
+        ),
+    ] = 0.0,
 ) -> None:
     """Write a checkpoint folder with EXAONE 4's geometry and random bf16 weights."""
     out = out.absolute()
@@ -103,15 +113,17 @@ def make(
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
         written = Path(scratch) / out.name
         config = exaone4_config(geometry, layers, vocabulary)
-        model = random_model(config, seed)
-        print("writing", out, file=sys.stderr)
-        model.save_pretrained(written)
+        if sharded:
+            written.mkdir()
+            write_sharded(config, written, seed=seed, holes=holes)
+        else:
+            model = random_model(config, seed)
+            print("writing", out, file=sys.stderr)
+            model.save_pretrained(written)
         written.rename(out)
     size = sum(file.stat().st_size for file in out.iterdir())
-    print(
-        f"{out}: {config.num_hidden_layers} layers, {model.num_parameters():,} parameters, {size / 1e9:.2f} GB",
-        file=sys.stderr,
-    )
+    count = sum(math.prod(shape) for shape in shapes(config).values())
+    print(f"{out}: {config.num_hidden_layers} layers, {count:,} parameters, {size / 1e9:.2f} GB", file=sys.stderr)
 
 
 if __name__ == "__main__":
