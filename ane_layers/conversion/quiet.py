@@ -1,12 +1,14 @@
-"""What coremltools does besides converting: noise on the terminal, and checks after every pass."""
+"""What coremltools does besides converting: noise on the terminal, and work that it repeats after every pass."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import logging
 import warnings
 from collections.abc import Iterator
+from typing import Any
 from unittest.mock import patch
 
 
@@ -29,16 +31,44 @@ def quiet_coremltools() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def checked_once() -> Iterator[None]:
-    """Leaves out the whole program's validation after each of some hundred passes, and its text for a log that nobody reads.
+def converted_once() -> Iterator[None]:
+    """Leaves out what coremltools does again after each of some hundred passes, which is more than half of the time that a graph takes.
 
-    They are four tenths of the time that a graph of 30 layers takes. What comes out is validated once by the caller, and the file is
-    read back and checked in any case.
+    - The whole program is validated. The caller does that once, with what comes out; and the file is read back and checked in any case.
+    - It is written as text, for a log that nobody reads.
+    - Which compressed weights each value depends on is worked out anew, for every value: nothing, while a program has none.
+    - Python looks for unused cycles among millions of objects that are all in use.
     """
-    from coremltools.converters.mil.mil import Program
+    from coremltools.converters.mil.mil import Block, Program
+
+    propagate = Block._propagate_nonreplaceable_vars
+    compressed = False
 
     def unchecked(self: Program, check_essential_scope: bool = False) -> None:
         """Later."""
 
-    with patch.object(Program, "validate", unchecked), patch.object(Program, "__str__", object.__repr__):
-        yield
+    def propagate_if_any(self: Block) -> None:
+        nonlocal compressed
+        compressed = compressed or any(op.op_type.startswith("constexpr_") for op in _operations(self))
+        if compressed:
+            propagate(self)
+
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with (
+            patch.object(Program, "validate", unchecked),
+            patch.object(Program, "__str__", object.__repr__),
+            patch.object(Block, "_propagate_nonreplaceable_vars", propagate_if_any),
+        ):
+            yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _operations(block: Any) -> Iterator[Any]:
+    for operation in block.operations:
+        yield operation
+        for inner in operation.blocks:
+            yield from _operations(inner)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ane_layers.conversion.errors import ConversionError
 from ane_layers.conversion.python_values import refuse_read_values
-from ane_layers.conversion.quiet import checked_once, quiet_coremltools
+from ane_layers.conversion.quiet import converted_once, quiet_coremltools
 from ane_layers.layers import Embedding, Linear
 
 # The modules whose weights are bound late. Only ours: for others, passes that fold a constant weight with its neighbours must be able to
@@ -207,7 +207,7 @@ def converted(module: nn.Module, spec: FunctionSpec, states: Mapping[str, str], 
             dtype = np.float16 if value.is_floating_point() else np.int32
             inputs.append(ct.TensorType(name=name, shape=tuple(example.shape), dtype=dtype))
         try:
-            with quiet_coremltools(), checked_once():
+            with quiet_coremltools(), converted_once():
                 model = ct.convert(
                     traced,
                     inputs=inputs,
