@@ -167,9 +167,6 @@ def _write(
     for i, (name, spec) in enumerate(specs.items()):
         say(f"converting function {name} ({i + 1} of {len(specs)})")
         functions[name] = converted(module, spec, spec.own_states(states), names)
-    models = {name: function.model for name, function in functions.items()}
-    sources = {name: Path(model.weights_dir) / "weight.bin" for name, model in models.items() if model.weights_dir}
-    files = {name: file for name, file in sources.items() if file.is_file()}
     if compression is not None:
         if duplicate_tied and any(compression.plan.settings[path].scheme != "fp16" for path in compression.plan.shared):
             raise ValueError(
@@ -195,7 +192,9 @@ def _write(
             load=load,
             progress=say,
         )
-        merged = merge_functions({name: model.get_spec() for name, model in models.items()}, bound, files, writer)
+        specifications = {name: function.specification for name, function in functions.items()}
+        files = {name: function.weights for name, function in functions.items() if function.weights is not None}
+        merged = merge_functions(specifications, bound, files, writer)
     if writer.bytes_written > WEIGHT_LIMIT:
         warnings.warn(
             f"the package holds {writer.bytes_written / 1e9:.2f} GB of weights; programs near 2 GB fail to load on devices",

@@ -37,7 +37,7 @@ def converted_once() -> Iterator[None]:
     - The whole program is validated. The caller does that once, with what comes out; and the file is read back and checked in any case.
     - It is written as text, for a log that nobody reads.
     - Which compressed weights each value depends on is worked out anew, for every value: nothing, while a program has none.
-    - Python looks for unused cycles among millions of objects that are all in use.
+    - Unused cycles are looked for among millions of objects that are in use, those from before included.
     """
     from coremltools.converters.mil.mil import Block, Program
 
@@ -53,8 +53,10 @@ def converted_once() -> Iterator[None]:
         if compressed:
             propagate(self)
 
-    collecting = gc.isenabled()
+    collecting, frozen = gc.isenabled(), gc.get_freeze_count()
     gc.disable()
+    if not frozen:
+        gc.freeze()  # coremltools collects at the end: what it made, then
     try:
         with (
             patch.object(Program, "validate", unchecked),
@@ -63,6 +65,8 @@ def converted_once() -> Iterator[None]:
         ):
             yield
     finally:
+        if not frozen:
+            gc.unfreeze()
         if collecting:
             gc.enable()
 

@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -152,9 +153,16 @@ def _prepared(module: nn.Module, states: Mapping[str, str], weights: list[str], 
 
 @dataclass(frozen=True)
 class Converted:
-    """What coremltools made of one function: its model, the late-bound weights still inputs, and the types of its results."""
+    """What coremltools made of one function.
 
-    model: Any
+    Attributes:
+        specification: of its model; late-bound weights are still inputs.
+        weights: the file of its other weights; None if it has none.
+        result_types: of its outputs, in the trace.
+    """
+
+    specification: Any
+    weights: Path | None
     result_types: list[tuple[str, tuple[int, ...]]]
 
 
@@ -220,7 +228,8 @@ def converted(module: nn.Module, spec: FunctionSpec, states: Mapping[str, str], 
             model._mil_program.validate()
         except Exception as error:
             raise ConversionError(f"converting {type(module).__name__} failed: {error}") from error
-    return Converted(model, traceable.result_types)
+    file = Path(model.weights_dir) / "weight.bin" if model.weights_dir else None
+    return Converted(model.get_spec(), file if file is not None and file.is_file() else None, traceable.result_types)
 
 
 def _check_changed_buffers(traceable: nn.Module, versions: Mapping[str, int], states: Mapping[str, str]) -> None:
