@@ -7,11 +7,9 @@ indices are looked up in a list of all fp16 numbers; the tensor itself is passed
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from ane_layers.compression.histogram import histogram, nearest_entries
 from ane_layers.compression.partition import best_table
@@ -66,21 +64,16 @@ def cluster(
     size = 1 << bits
     tables = np.empty((groups, size), np.float16)
     indices = np.empty(values.shape, np.uint8)
-
-    def fill(group: int) -> None:
+    for group, row in enumerate(values):
+        if group % max(1, groups // 20) == 0:
+            say(f"clustering group {group + 1} of {groups}")
         try:
-            found = _table(values[group], size, weights)
+            found = _table(row, size, weights)
         except ValueError as error:
             raise ValueError(f"values: group {group} {error}") from error
         tables[group, : len(found)] = found
         tables[group, len(found) :] = found[-1]
-        nearest_entries(values[group], found, indices[group])
-
-    # Threads: most of the time goes into numpy's loops over some thousand numbers, which leave the interpreter's lock alone.
-    with ThreadPoolExecutor(min(groups, torch.get_num_threads())) as pool:
-        for group, _ in enumerate(pool.map(fill, range(groups))):
-            if group % max(1, groups // 20) == 0:
-                say(f"clustering group {group + 1} of {groups}")
+        nearest_entries(row, found, indices[group])
     return Clustering(tables, indices)
 
 
