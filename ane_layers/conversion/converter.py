@@ -16,6 +16,7 @@ from ane_layers.conversion.binding import bind_weights, merge_functions
 from ane_layers.conversion.check import WEIGHT_LIMIT, Expectations, Feature, Interface, check_package
 from ane_layers.conversion.errors import ConversionError
 from ane_layers.conversion.files import move_into_place, workspace, write_manifest
+from ane_layers.conversion.quiet import collected_at_the_end
 from ane_layers.conversion.tracing import Converted, FunctionSpec, constant_names, converted, late_bound_weights
 from ane_layers.conversion.weights import WeightWriter
 from ane_layers.program import Package
@@ -166,7 +167,8 @@ def _write(
     functions: dict[str, Converted] = {}
     for i, (name, spec) in enumerate(specs.items()):
         say(f"converting function {name} ({i + 1} of {len(specs)})")
-        functions[name] = converted(module, spec, spec.own_states(states), names)
+        with collected_at_the_end():
+            functions[name] = converted(module, spec, spec.own_states(states), names)
     if compression is not None:
         if duplicate_tied and any(compression.plan.settings[path].scheme != "fp16" for path in compression.plan.shared):
             raise ValueError(

@@ -37,7 +37,6 @@ def converted_once() -> Iterator[None]:
     - The whole program is validated. The caller does that once, with what comes out; and the file is read back and checked in any case.
     - It is written as text, for a log that nobody reads.
     - Which compressed weights each value depends on is worked out anew, for every value: nothing, while a program has none.
-    - Unused cycles are looked for among millions of objects that are in use, those from before included.
     """
     from coremltools.converters.mil.mil import Block, Program
 
@@ -53,22 +52,12 @@ def converted_once() -> Iterator[None]:
         if compressed:
             propagate(self)
 
-    collecting, frozen = gc.isenabled(), gc.get_freeze_count()
-    gc.disable()
-    if not frozen:
-        gc.freeze()  # coremltools collects at the end: what it made, then
-    try:
-        with (
-            patch.object(Program, "validate", unchecked),
-            patch.object(Program, "__str__", object.__repr__),
-            patch.object(Block, "_propagate_nonreplaceable_vars", propagate_if_any),
-        ):
-            yield
-    finally:
-        if not frozen:
-            gc.unfreeze()
-        if collecting:
-            gc.enable()
+    with (
+        patch.object(Program, "validate", unchecked),
+        patch.object(Program, "__str__", object.__repr__),
+        patch.object(Block, "_propagate_nonreplaceable_vars", propagate_if_any),
+    ):
+        yield
 
 
 def _operations(block: Any) -> Iterator[Any]:
@@ -76,3 +65,23 @@ def _operations(block: Any) -> Iterator[Any]:
         yield operation
         for inner in operation.blocks:
             yield from _operations(inner)
+
+
+@contextlib.contextmanager
+def collected_at_the_end() -> Iterator[None]:
+    """Looks for unused cycles once, and only among objects that were made inside.
+
+    A conversion makes millions that are all in use until it ends, and then hundreds of megabytes that are in cycles.
+    """
+    enabled, frozen = gc.isenabled(), gc.get_freeze_count()
+    gc.disable()
+    if not frozen:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        gc.collect()
+        if not frozen:
+            gc.unfreeze()
+        if enabled:
+            gc.enable()
