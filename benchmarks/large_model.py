@@ -115,7 +115,10 @@ def tables(result: dict[str, Any]) -> list[str]:
         "| --- | --- | --- | --- | --- |",
     ]
     made = result["chunks"] - result["kept"]
-    for name, count, row in (("interrupted", result["kept"], result["interrupted"]), ("resumed", made, result["resumed"])):
+    for name, count, row in (
+        ("interrupted", result["kept"], result["interrupted"]),
+        ("resumed", made, result["resumed"]),
+    ):
         lines.append(f"| {name} | {count} | {row['seconds']:,.0f} | {row['cpu_seconds']:,.0f} | {row['peak_gb']:.2f} |")
     written = sum(result["weight_bytes"])
     lines += [
