@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 DISTRIBUTION = "ane-layers"
-CONVERT, COREML = "convert", "generate --runtime coreml"
+CONVERT, COREML, CORE_AI = "convert", "generate --runtime coreml", "export-core-ai"
 READING = ("inspect", "analyze", "compare")
 INTERPRETER = ("verify", "run", "agree", "fold", "evaluate PACKAGE", "generate --runtime interpreter")
 # Models from folders in PyTorch alone.
 WEIGHTS = ("evaluate FOLDER", "sensitivity", "allocate", "recipes")
 PACKAGES = (CONVERT, *READING, *INTERPRETER, COREML)
-ABILITIES = (CONVERT, *READING, *INTERPRETER, *WEIGHTS, COREML)
+ABILITIES = (CONVERT, *READING, *INTERPRETER, *WEIGHTS, COREML, CORE_AI)
 # EXAONE 4.0 1.2B has 1.28 G weights: 2.6 GB to download and as much to write; 5.1 GB in fp32, in which verification computes.
 DISK_GB, MEMORY_GB = 5.2, 5.2
 # Module and class of coremltools' native libraries, and what goes wrong without them.
@@ -99,7 +99,7 @@ def examine(*, quick: bool = False, folder: str | Path = ".", progress: Callable
     say("reading versions")
     rows = [_python(), _system(), *_dependencies(), *_room(Path(folder))]
     say("loading coremltools")
-    rows += [*_native_libraries(), _core_ml()]
+    rows += [*_native_libraries(), _core_ml(), _core_ai()]
     tried = False
     if not quick and not Report(tuple(rows)).exit_status:
         say("converting and running a small layer")
@@ -185,6 +185,16 @@ def _core_ml() -> Row:
     except Exception as error:
         return Row("Core ML", "cannot be called", "problem", f"{REINSTALL} ({_short(error)})", (COREML,))
     return Row("Core ML", f"of macOS {version}")
+
+
+def _core_ai() -> Row:
+    """Whether its optional packages are there; whether they load, the command itself finds out."""
+    from ane_layers.core_ai.packages import EXTRA
+
+    try:
+        return Row("Core AI", importlib.metadata.version("coreai-torch"))
+    except importlib.metadata.PackageNotFoundError:
+        return Row("Core AI", "not installed", "absent", f"an optional extra: {EXTRA}", (CORE_AI,))
 
 
 def _room(folder: Path) -> Iterator[Row]:

@@ -15,6 +15,7 @@ from hypothesis.extra import numpy as hnp
 from safetensors.torch import load_file
 
 from ane_layers.bundled import bundled_checkpoint
+from ane_layers.compression import Setting, compress_weight
 from ane_layers.compression.clustering import BITS, Clustering, cluster
 from ane_layers.compression.histogram import histogram, nearest_entries
 
@@ -385,3 +386,25 @@ def test_progress_is_told() -> None:
     cluster(draw("gaussian", (40, 16)), 2, progress=lines.append)
     assert lines[0] == "clustering group 1 of 40"
     assert 10 <= len(lines) <= 40
+
+
+@pytest.mark.parametrize("key", ["lut4", "lut2g3", "lut6g4", "lut8g2", "int8", "int4b5", "int4"])
+@pytest.mark.parametrize("kind", ["gaussian", "few values", "zeros", "outlier"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_error_is_that_of_the_stored_values(key: str, kind: str, weighted: bool) -> None:
+    random = np.random.default_rng(4)
+    weight = random.standard_normal((12, 40)).astype(np.float16)
+    if kind == "few values":
+        weight = np.sign(weight)
+    if kind == "zeros":
+        weight = np.zeros_like(weight)
+    if kind == "outlier":
+        weight[3, 7] = 6e4
+    importance = random.random(40) * (random.random(40) > 0.2) if weighted else None
+    found = compress_weight("w", weight, Setting.from_key(key), importance=importance)
+    exact = weight.astype(np.float64)
+    squares = np.square(exact).sum()
+    expected = np.square(found.dense().astype(np.float64) - exact).sum() / squares if squares else 0.0
+    assert found.error == pytest.approx(expected, rel=1e-9, abs=0)
+    if kind in ("few values", "zeros"):
+        assert found.error == 0

@@ -18,11 +18,12 @@ import torch
 
 from ane_layers import analysis, conversion, doctor
 from ane_layers.commands import analysis as analysis_commands
-from ane_layers.commands import compression, packages, rewriting, text
-from ane_layers.doctor import ABILITIES, COREML, INTERPRETER, READING, WEIGHTS, Report, Row, examine
+from ane_layers.commands import compression, core_ai, packages, rewriting, text
+from ane_layers.doctor import ABILITIES, CORE_AI, COREML, INTERPRETER, READING, WEIGHTS, Report, Row, examine
 from ane_layers.interpreter import MLProgram
 
-ON_LINUX = [ability for ability in ABILITIES if ability != COREML]
+# Core AI is an extra that may or may not be there.
+ON_LINUX = [ability for ability in ABILITIES if ability not in (COREML, CORE_AI)]
 
 
 def row(report: Report, name: str) -> Row:
@@ -30,7 +31,7 @@ def row(report: Report, name: str) -> Row:
 
 
 def working(report: Report) -> list[str]:
-    return [ability for ability, works in report.as_dict()["works"].items() if works]
+    return [ability for ability, works in report.as_dict()["works"].items() if works and ability != CORE_AI]
 
 
 @pytest.fixture
@@ -74,9 +75,19 @@ def test_this_machine_converts_and_runs(on_linux: None, tmp_path: Path, monkeypa
 
 
 def test_every_command_is_spoken_of() -> None:
-    modules = (packages, rewriting, analysis_commands, compression, text)
-    commands = {command.__name__ for module in modules for command in module.COMMANDS}
+    modules = (packages, rewriting, analysis_commands, compression, text, core_ai)
+    commands = {command.__name__.replace("_", "-") for module in modules for command in module.COMMANDS}
     assert {ability.split()[0] for ability in ABILITIES} == commands - {"doctor"}
+
+
+def test_an_extra_that_is_not_installed_is_no_problem(versions: Callable[..., None]) -> None:
+    versions(**{"coreai-torch": None})
+    report = examine(quick=True)
+    assert row(report, "Core AI").status == "absent"
+    assert report.reasons(CORE_AI) == ["Core AI: an optional extra: pip install 'ane-layers[coreai]'"]
+    assert report.exit_status == 0
+    versions(**{"coreai-torch": "0.4.3"})
+    assert examine(quick=True).reasons(CORE_AI) == []
 
 
 def test_json_and_lines(on_linux: None) -> None:

@@ -321,7 +321,7 @@ def test_weight_bytes_of_an_uncompressed_model_are_two_a_parameter(
 )
 def test_a_row_of_a_table_brings_its_scales_or_lookup_table(setting: Setting, expected: int) -> None:
     weight = np.random.default_rng(0).standard_normal((24, 48)).astype(np.float16)
-    assert _row_bytes(report_compressed("w", weight, compress_weight("w", weight, setting), setting)) == expected
+    assert _row_bytes(report_compressed("w", compress_weight("w", weight, setting), setting)) == expected
 
 
 def test_a_recipe_rounds_what_it_leaves_alone(exaone4_folder: Callable[..., Path]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ane_layers.compression.histogram import histogram, nearest_entries
+from ane_layers.compression.histogram import histogram, nearest_entries, squared_error
 from ane_layers.compression.partition import best_table
 
 BITS = (1, 2, 3, 4, 6, 8)
@@ -24,10 +24,14 @@ class Clustering:
     Shape:
         - table: fp16 `[groups, 2**bits]`, ascending within a group; unused entries repeat the last used value
         - indices: uint8 `[groups, n]`
+
+    Attributes:
+        error: squared error of all values over their squares, every element counting the same; 0 for values that are all zero.
     """
 
     table: np.ndarray
     indices: np.ndarray
+    error: float
 
 
 def cluster(
@@ -64,29 +68,32 @@ def cluster(
     size = 1 << bits
     tables = np.empty((groups, size), np.float16)
     indices = np.empty(values.shape, np.uint8)
+    noise = signal = 0.0
     for group, row in enumerate(values):
         if group % max(1, groups // 20) == 0:
             say(f"clustering group {group + 1} of {groups}")
         try:
-            found = _table(row, size, weights)
+            distinct, mass = histogram(row)
+            found = _table(row, size, weights, distinct, mass)
         except ValueError as error:
             raise ValueError(f"values: group {group} {error}") from error
         tables[group, : len(found)] = found
         tables[group, len(found) :] = found[-1]
         nearest_entries(row, found, indices[group])
-    return Clustering(tables, indices)
+        noise += squared_error(distinct, mass, found)
+        signal += float(mass @ (distinct * distinct))
+    return Clustering(tables, indices, noise / signal if signal else 0.0)
 
 
-def _table(row: np.ndarray, size: int, weights: np.ndarray | None) -> np.ndarray:
-    """The group's entries, ascending: float64 `[at most size]`."""
-    distinct, mass = histogram(row, weights)
-    if len(distinct) > size:
-        return best_table(distinct, mass, size)
-    if weights is None:
+def _table(
+    row: np.ndarray, size: int, weights: np.ndarray | None, distinct: np.ndarray, mass: np.ndarray
+) -> np.ndarray:
+    """The group's entries, ascending: float64 `[at most size]`. `distinct` and `mass` are the row's, every element counting the same."""
+    if len(distinct) <= size:  # exactly, those without weight too: there is room
         return distinct
-    # Without weight a value may be off, but not where there is room for it.
-    everything, _ = histogram(row)
-    return everything if len(everything) <= size else distinct
+    if weights is not None:
+        distinct, mass = histogram(row, weights)
+    return best_table(distinct, mass, size) if len(distinct) > size else distinct
 
 
 def _checked(importance: np.ndarray, count: int) -> np.ndarray | None:

@@ -44,8 +44,7 @@ class Compression:
             reason = "not in the recipe" if path not in self.plan.settings else f"recipe {self.plan.recipe.name}: fp16"
             self._reports[path] = report_plain(path, tuple(weight.shape), reason)
             return None
-        stored = to_float16_checked(path, weight.detach()).numpy()
-        self._reports[path] = report_compressed(path, stored, compressed, setting, note=self._note(path, weight))
+        self._reports[path] = report_compressed(path, compressed, setting, note=self._note(path, weight))
         return compressed
 
     def share(self, path: str, owner: str, weight: Tensor) -> None:

@@ -71,6 +71,18 @@ def nearest_entries(row: NDArray[np.float16], table: NDArray[np.float64], out: N
         np.take(by_code, codes, mode="clip", out=out[start : start + len(codes)])
 
 
+def squared_error(values: NDArray[np.float64], weights: NDArray[np.float64], table: NDArray[np.float64]) -> float:
+    """The weighted squared distance of values from their nearest entries.
+
+    Args:
+        values: float64 [d], ascending; weights: float64 [d].
+        table: float64 [entries], ascending.
+    """
+    ends = values.searchsorted((table[1:] + table[:-1]) / 2, side="right")
+    distance = values - np.repeat(table, np.diff(ends, prepend=0, append=len(values)))
+    return float(weights @ (distance * distance))
+
+
 @functools.cache
 def _ascending() -> NDArray[np.float64]:
     """All fp16 numbers from the lowest to the highest, NaN's as the infinity of their sign."""

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
 from ane_layers.compression.setting import FP16, Setting
 from ane_layers.compression.weights import CompressedWeight
 
@@ -88,20 +86,17 @@ class CompressionReport:
         }
 
 
-def report_compressed(
-    path: str, weight: np.ndarray, compressed: CompressedWeight, setting: Setting, *, note: str = ""
-) -> TensorReport:
-    """A compressed weight against the fp16 values it stands for."""
+def report_compressed(path: str, compressed: CompressedWeight, setting: Setting, *, note: str = "") -> TensorReport:
+    """What became of a weight."""
     data = int(compressed.packed.nbytes)
-    noise, signal = _squares(weight, compressed.dense())
     return TensorReport(
         path=path,
-        shape=tuple(weight.shape),
+        shape=compressed.shape,
         setting=setting,
-        bits_per_weight=8 * compressed.stored_bytes / weight.size,
+        bits_per_weight=8 * compressed.stored_bytes / math.prod(compressed.shape),
         data_bytes=data,
         table_bytes=compressed.stored_bytes - data,
-        error=noise / signal if signal else float(noise > 0),
+        error=compressed.error,
         note=note,
     )
 
@@ -119,15 +114,3 @@ def report_plain(path: str, shape: tuple[int, ...], note: str, *, shared: bool =
         error=0.0,
         note=note,
     )
-
-
-def _squares(weight: np.ndarray, dense: np.ndarray) -> tuple[float, float]:
-    """Σ (weight − dense)² and Σ weight², in pieces: a widened copy of an embedding would be a gigabyte."""
-    noise = signal = 0.0
-    flat, other = weight.reshape(-1), dense.reshape(-1)
-    for start in range(0, flat.size, 1 << 22):
-        part = flat[start : start + (1 << 22)].astype(np.float64)
-        signal += float(part @ part)
-        part -= other[start : start + (1 << 22)]
-        noise += float(part @ part)
-    return noise, signal

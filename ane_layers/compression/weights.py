@@ -25,12 +25,16 @@ class LookupTables:
         - shape: `[out, in, …]` of the weight
         - packed: uint8, the indices from the lowest bit up
         - table: fp16 `[groups, 2**bits]`
+
+    Attributes:
+        error: squared error over the squares of the weight that it was made of.
     """
 
     shape: tuple[int, ...]
     bits: int
     packed: np.ndarray
     table: np.ndarray
+    error: float
 
     @property
     def stored_bytes(self) -> int:
@@ -57,12 +61,16 @@ class ScaledIntegers:
         - shape: `[out, in, …]` of the weight
         - packed: uint8, the integers in two's complement from the lowest bit up
         - scale: fp16 `[out, blocks]`
+
+    Attributes:
+        error: squared error over the squares of the weight that it was made of.
     """
 
     shape: tuple[int, ...]
     bits: int
     packed: np.ndarray
     scale: np.ndarray
+    error: float
 
     @property
     def stored_bytes(self) -> int:
@@ -75,8 +83,7 @@ class ScaledIntegers:
     def dense(self) -> np.ndarray:
         """The weight, fp16: the product in fp32, where it is exact, rounded once."""
         integers = unpack(self.packed, self.bits, math.prod(self.shape), signed=True)
-        blocks = integers.reshape(*self.scale.shape, -1).astype(np.float32)
-        return (blocks * self.scale[:, :, None].astype(np.float32)).astype(np.float16).reshape(self.shape)
+        return _scaled(integers.reshape(*self.scale.shape, -1), self.scale).reshape(self.shape)
 
 
 CompressedWeight: TypeAlias = LookupTables | ScaledIntegers
@@ -113,7 +120,8 @@ def compress_weight(
             )
         importance = np.repeat(importance, math.prod(weight.shape[2:]))
     found = cluster(weight.reshape(groups, -1), setting.bits, importance=importance)
-    return LookupTables(tuple(weight.shape), setting.bits, pack(found.indices, setting.bits), found.table)
+    packed = pack(found.indices, setting.bits)
+    return LookupTables(tuple(weight.shape), setting.bits, packed, found.table, found.error)
 
 
 def _scaled_integers(weight: np.ndarray, setting: Setting) -> ScaledIntegers:
@@ -125,4 +133,23 @@ def _scaled_integers(weight: np.ndarray, setting: Setting) -> ScaledIntegers:
     scale = np.maximum(np.abs(values).max(axis=2) / largest, _SMALLEST).astype(np.float16)
     # Rounded to nearest, so that the scale's own rounding is made up for where it can be.
     integers = np.rint(values / scale[:, :, None].astype(np.float32)).clip(-largest, largest).astype(np.int8)
-    return ScaledIntegers(tuple(weight.shape), setting.bits, pack(integers, setting.bits), scale)
+    noise, signal = _squares(weight, _scaled(integers, scale))
+    error = noise / signal if signal else float(noise > 0)
+    return ScaledIntegers(tuple(weight.shape), setting.bits, pack(integers, setting.bits), scale, error)
+
+
+def _scaled(integers: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """`[out, blocks, n]` int8 and `[out, blocks]` fp16 → fp16 `[out, blocks, n]`."""
+    return (integers.astype(np.float32) * scale[:, :, None].astype(np.float32)).astype(np.float16)
+
+
+def _squares(weight: np.ndarray, dense: np.ndarray) -> tuple[float, float]:
+    """Σ (weight − dense)² and Σ weight², in pieces: a widened copy of an embedding would be a gigabyte."""
+    noise = signal = 0.0
+    flat, other = weight.reshape(-1), dense.reshape(-1)
+    for start in range(0, flat.size, 1 << 22):
+        part = flat[start : start + (1 << 22)].astype(np.float64)
+        signal += float(part @ part)
+        part -= other[start : start + (1 << 22)]
+        noise += float(part @ part)
+    return noise, signal

@@ -118,32 +118,25 @@ def convert_folder(
     chunking = (chunking or Chunking()).of(recipe)
     check_output(target, chunking, recipe)
 
-    def load(part: Part | None = None) -> Any:
-        return open_folder(
-            folder,
-            context_length=loading.context_length,
-            fuse=loading.fuse,
-            part=part,
-            **loading.options,
-        )
-
+    arguments = {"context_length": loading.context_length, "fuse": loading.fuse, **loading.options}
     if not chunking.several:
         if resume:
             raise ValueError(
                 f"{target}: is one package, and only finished chunks can be resumed; ask for several (--chunks)"
             )
-        model = load()
+        model = open_folder(folder, **arguments)
         compression = None if recipe is None else prepare(model, recipe, ranking=ranking, importance=importance)
         options |= {"compression": compression, "duplicate_tied": duplicate_tied, "progress": progress}
         return Conversion([model.convert(target, **options)], compression)
-    whole = outline(folder, context_length=loading.context_length, fuse=loading.fuse, **loading.options)
+    # Embedding and head, which a loaded model may share, are in different packages: planned without weights, each gets a table.
+    whole = outline(folder, **arguments)
     compression = None if recipe is None else prepare(whole, recipe, ranking=ranking, importance=importance)
     plan = None if compression is None else compression.plan
     parts = choose_parts(whole, plan, chunks=chunking.chunks, limit=chunking.limit, head_apart=chunking.head_apart)
     settings = {"duplicate_tied": duplicate_tied, **options}
     run = _facts(Path(folder), loading, parts, compression, settings) if resume else None
     packages = convert_chunks(
-        load,
+        open_folder(folder, **arguments).take_part,
         parts,
         target,
         compression=compression,

@@ -44,8 +44,8 @@ class CausalLM(RunnableModel):
             if self.fused:
                 model.fuse()
         model.allocate()
-        names = model.state_dict().keys()
-        model.load_state_dict({name: self.state_dict()[name] for name in names}, assign=True)
+        state = self.state_dict()
+        model.load_state_dict({name: state[name] for name in model.state_dict()}, assign=True)
         model.stored = self.stored
         return model.requires_grad_(False).eval()
 
