@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -68,7 +69,9 @@ def test_a_command_that_measures_another_ends_with_it(tmp_path: Path) -> None:
     inner = python("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
     code = f"import sys; sys.path.insert(0, {str(HERE)!r}); from measure import measured; measured({inner!r}, capture=False)"
     command = [sys.executable, str(HERE / "measure.py"), str(tmp_path / "figures.json"), *python(code)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as outer:
+    # What a terminated process leaves in the temporary folder goes with the test's.
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as outer:
         assert outer.stdout is not None
         running = Path(f"/proc/{int(outer.stdout.readline())}")
         outer.terminate()
