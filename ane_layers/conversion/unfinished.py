@@ -70,7 +70,6 @@ def chunk_folder(target: Path, run: Mapping[str, Any] | None) -> Iterator[Unfini
     scratch = unfinished_path(target)
     if scratch.exists() and not scratch.is_dir():
         raise ValueError(f"{scratch}: is a file, where finished chunks are kept")
-    known = scratch.is_dir()
     try:
         scratch.mkdir(exist_ok=True)
     except OSError as error:
@@ -88,7 +87,7 @@ def chunk_folder(target: Path, run: Mapping[str, Any] | None) -> Iterator[Unfini
         yield Unfinished(chunks, scratch, journal, finished)
         done = True
     finally:
-        if done or not (known or kept_chunks(target)):
+        if done or not kept_chunks(target):
             shutil.rmtree(scratch, ignore_errors=True)
 
 
