@@ -25,6 +25,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -143,6 +144,8 @@ def main(
     unknown = [name for name in names if name not in DISTRIBUTIONS and name != "trained"]
     if unknown:
         raise typer.BadParameter(f"distribution: {unknown[0]!r} is none of {', '.join([*DISTRIBUTIONS, 'trained'])}")
+    if find_spec("sklearn") is None:  # told now rather than at the first small group
+        raise typer.BadParameter("coremltools needs scikit-learn for small groups: pip install '.[benchmarks]'")
     all_bits = bits or ([4, 6] if quick else list(BITS))
     group_sizes = group_size or ([0, 32] if quick else [0, 32, 16, 8])
     libraries = ", ".join(f"{library} {version(library)}" for library in ("coremltools", "numpy", "torch"))

@@ -12,6 +12,7 @@ INTRODUCTION = """\
 Everything here was measured by one command, section by section, and this page is written by it:
 
 ```console
+$ pip install '.[benchmarks]'
 $ python benchmarks/run_all.py                         # everything; hours on two cores
 $ python benchmarks/run_all.py conversion clustering   # some sections; the others stay as they were
 $ python benchmarks/run_all.py --quick                 # small sizes, to see that it works
