@@ -2,9 +2,10 @@
 
     python benchmarks/large_model.py [--checkpoint FOLDER] [--scratch FOLDER] [--json large.json]
 
-Writes a checkpoint with a file a layer (48 GB on disk: a third of the feed-forward rows are holes, see `sharded_checkpoint.py`), converts
-it with `--chunk-limit` and `--resume`, ends the conversion in the middle of a chunk, and gives the same command again. The second run has
-to leave finished chunks alone: their files are the same ones. What both needed is what the operating system says of each process.
+Writes a checkpoint with a file a layer (about 46 GB on disk: a third of the feed-forward rows are holes, see `sharded_checkpoint.py`),
+converts it with `--chunk-limit` and `--resume`, ends the conversion in the middle of a chunk, and gives the same command again. The
+second run has to leave finished chunks alone: their files are the same ones. What both needed is what the operating system says of
+each process.
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import measure
 import typer
-from measure import measured
+from measure import launcher, measured
 
 QUICK = ["--layers", "2", "--vocabulary", "1024"]
 
@@ -29,8 +29,7 @@ def interrupted(command: list[str], kept: Path, chunks: int) -> dict[str, Any]:
     """Runs a command until so many chunks are kept, and ends it while it works on the next."""
     with tempfile.TemporaryDirectory(prefix="measure-") as scratch:
         figures = Path(scratch) / "figures.json"
-        launcher = [sys.executable, "-I", "-S", measure.__file__, str(figures), *command]
-        process = subprocess.Popen(launcher, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(launcher(figures, command), stdout=subprocess.DEVNULL)
         try:
             journal = kept / "journal.jsonl"
             while process.poll() is None and not (journal.is_file() and _lines(journal) > chunks):

@@ -20,13 +20,8 @@ from typing import Annotated
 
 import torch
 import typer
-from sharded_checkpoint import shapes, write_sharded
+from sharded_checkpoint import NORM_RANGE, STD, shapes, write_sharded
 from transformers import Exaone4Config, Exaone4ForCausalLM
-
-# The usual initialisation. The norms after attention and feed-forward bound what a layer adds, whatever its weights.
-STD = 0.02
-# Norm weights away from 1: with all of them at 1 a swapped order of norm and rotary would not show.
-NORM_RANGE = (0.5, 1.5)
 
 
 class Geometry(StrEnum):
@@ -107,6 +102,8 @@ def make(
         sys.exit(f"--out {out}: exists already; give a new folder or remove it")
     if not out.parent.is_dir():
         sys.exit(f"--out {out}: {out.parent} is not a folder")
+    if holes and not sharded:
+        sys.exit(f"--holes {holes}: belongs to --sharded")
     # `kill` ends a program without the clean-up below unless it becomes an exception.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     # A sibling, so that the last step is a rename: the folder is there whole or not at all.

@@ -48,8 +48,9 @@ def measured(command: Sequence[str], *, capture: bool = True) -> Measured:
     """
     with tempfile.TemporaryDirectory(prefix="measure-") as scratch:
         figures = Path(scratch) / "figures.json"
-        launcher = [sys.executable, "-I", "-S", __file__, str(figures), *command]
-        with subprocess.Popen(launcher, stdout=subprocess.PIPE if capture else None, text=True) as process:
+        with subprocess.Popen(
+            launcher(figures, command), stdout=subprocess.PIPE if capture else None, text=True
+        ) as process:
             try:
                 output = process.communicate()[0]
             except BaseException:
@@ -58,6 +59,11 @@ def measured(command: Sequence[str], *, capture: bool = True) -> Measured:
         if process.returncode:
             raise subprocess.CalledProcessError(process.returncode, list(command))
         return Measured(output=output or "", **json.loads(figures.read_text()))
+
+
+def launcher(figures: Path, command: Sequence[str]) -> list[str]:
+    """A command that runs another and writes what it took, as JSON, into a file; terminated, it ends the other first."""
+    return [sys.executable, "-I", "-S", __file__, str(figures), *command]
 
 
 def launch(figures: Path, command: Sequence[str]) -> int:

@@ -21,7 +21,9 @@ import numpy as np
 import torch
 from transformers import Exaone4Config, Exaone4ForCausalLM
 
+# The usual initialisation. The norms after attention and feed-forward bound what a layer adds, whatever its weights.
 STD = 0.02
+# Norm weights away from 1: with all of them at 1 a swapped order of norm and rotary would not show.
 NORM_RANGE = (0.5, 1.5)
 _POOL = 1 << 26
 

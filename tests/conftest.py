@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,15 @@ STOCK_SIZES = {
     "max_position_embeddings": 64,
     "pad_token_id": 0,
 }
+
+
+def begun(code: str) -> subprocess.Popen[str]:
+    """A Python process that runs `code`, from when it has printed `begun`: for a signal in the middle of something."""
+    command = [sys.executable, "-c", code]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begun\n"
+    return process
 
 
 def write_exaone4(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -17,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import begun
 from rich.console import Console
 
 from ane_layers import __version__, cli, console
@@ -290,11 +290,7 @@ def test_interrupt_leaves_nothing(folder: Path, tmp_path: Path, number: signal.S
         f"sys.argv = ['ane-layers', 'convert', {str(folder)!r}, '-o', {str(out)!r}, '--context', '32', '--prefill', '4']\n"
         "cli.main()\n"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "begun\n"
+    process = begun(code)
     assert any(tmp_path.iterdir())
     time.sleep(0.2)
     process.send_signal(number)

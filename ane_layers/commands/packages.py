@@ -103,9 +103,9 @@ def convert(
     chosen = recipe_of(recipe, ranking, promote, importance, calibration, report)
     limit = None if chunk_limit is None else int(chunk_limit * 1e6)
     chunking = Chunking(chunks=chunks, limit=limit, head_apart=head_apart).of(chosen)
-    check_output(output, chunking, chosen)  # before anything is loaded
+    check_output(output, chunking, chosen, resume=resume)  # before anything is loaded
     started = time.monotonic()
-    with console.progress() as say, _kept_chunks(output, resume):
+    with console.progress() as say, _notes_told():
         say(f"loading {folder}")
         source = resolve(folder, progress=say)
         slots = min(4096, longest_context(source)) if context is None else context
@@ -150,18 +150,15 @@ def convert(
 
 
 @contextlib.contextmanager
-def _kept_chunks(output: Path, resume: bool) -> Iterator[None]:
-    """Tells of finished chunks that an interrupted or failed conversion keeps (`--resume`)."""
-    from ane_layers.conversion.unfinished import kept_chunks, unfinished_path
-
+def _notes_told() -> Iterator[None]:
+    """Prints what an error's notes say: of finished chunks that an interrupted or failed conversion keeps (`--resume`)."""
     try:
         yield
     except BaseException as error:
-        if resume and (count := kept_chunks(output)):
-            told = f"{count} finished chunks are kept in {unfinished_path(output)}; the same command with --resume goes on from there"
+        for note in getattr(error, "__notes__", ()):
             if isinstance(error, KeyboardInterrupt):
-                console.fail(f"interrupted; {told}", console.INTERRUPTED)
-            console.err.print(told, markup=False)
+                console.fail(f"interrupted; {note}", console.INTERRUPTED)
+            console.err.print(note, markup=False)
         raise
 
 

@@ -70,10 +70,14 @@ class Loading:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def check_output(target: Path, chunking: Chunking, recipe: Recipe | None) -> None:
+def check_output(target: Path, chunking: Chunking, recipe: Recipe | None, *, resume: bool = False) -> None:
     """Whether the result can be written there. Raises `ValueError` with the reason, before anything is loaded."""
     if not chunking.several:
         check_target(target)
+        if resume:
+            raise ValueError(
+                f"{target}: is one package, and only finished chunks can be resumed; ask for several (--chunks)"
+            )
     elif is_package(target) and recipe is not None and recipe.chunks == chunking.chunks:
         raise ValueError(
             f"{target}: recipe {recipe.name} makes {recipe.chunks} chunks, which go into a folder; give a name that does not "
@@ -116,14 +120,10 @@ def convert_folder(
     """
     target = Path(target)
     chunking = (chunking or Chunking()).of(recipe)
-    check_output(target, chunking, recipe)
+    check_output(target, chunking, recipe, resume=resume)
 
     arguments = {"context_length": loading.context_length, "fuse": loading.fuse, **loading.options}
     if not chunking.several:
-        if resume:
-            raise ValueError(
-                f"{target}: is one package, and only finished chunks can be resumed; ask for several (--chunks)"
-            )
         model = open_folder(folder, **arguments)
         compression = None if recipe is None else prepare(model, recipe, ranking=ranking, importance=importance)
         options |= {"compression": compression, "duplicate_tied": duplicate_tied, "progress": progress}

@@ -32,7 +32,7 @@ def quiet_coremltools() -> Iterator[None]:
 
 @contextlib.contextmanager
 def converted_once() -> Iterator[None]:
-    """Leaves out what coremltools does again after each of some hundred passes, which is more than half of the time that a graph takes.
+    """Leaves out what coremltools does again after each of some hundred passes, which is about half of the time that a graph takes.
 
     - The whole program is validated. The caller does that once, with what comes out; and the file is read back and checked in any case.
     - It is written as text, for a log that nobody reads.

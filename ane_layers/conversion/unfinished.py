@@ -56,7 +56,7 @@ def chunk_folder(target: Path, run: Mapping[str, Any] | None) -> Iterator[Unfini
     Args:
         target: of the conversion.
         run: what decides the chunks' contents, for a conversion that goes on from the finished chunks of an earlier one, and leaves its
-            own behind when it fails or is interrupted. None leaves nothing behind.
+            own behind when it fails or is interrupted: a note on the exception tells where. None leaves nothing behind.
 
     Raises:
         ValueError: if the target's folder cannot be written, or an earlier conversion's chunks are of another run.
@@ -67,7 +67,7 @@ def chunk_folder(target: Path, run: Mapping[str, Any] | None) -> Iterator[Unfini
             chunks.mkdir()
             yield Unfinished(chunks, scratch)
         return
-    scratch = unfinished_path(target)
+    scratch = target.with_name(f"{target.name}.unfinished")
     if scratch.exists() and not scratch.is_dir():
         raise ValueError(f"{scratch}: is a file, where finished chunks are kept")
     try:
@@ -82,23 +82,17 @@ def chunk_folder(target: Path, run: Mapping[str, Any] | None) -> Iterator[Unfini
     for entry in [*chunks.iterdir(), *scratch.glob(".*")]:
         if not (entry.suffix == ".mlpackage" and entry.stem.removeprefix("chunk_") in map(str, finished)):
             shutil.rmtree(entry, ignore_errors=True)
-    done = False
     try:
         yield Unfinished(chunks, scratch, journal, finished)
-        done = True
-    finally:
-        if done or not kept_chunks(target):
+    except BaseException as error:
+        if kept := sum(1 for _ in chunks.glob("chunk_*.mlpackage")):
+            error.add_note(
+                f"{kept} finished chunks are kept in {scratch}; the same command with --resume goes on from there"
+            )
+        else:
             shutil.rmtree(scratch, ignore_errors=True)
-
-
-def unfinished_path(target: Path) -> Path:
-    """Where the finished chunks of a conversion that can be resumed are kept."""
-    return target.with_name(f"{target.name}.unfinished")
-
-
-def kept_chunks(target: Path) -> int:
-    """How many finished chunks an interrupted conversion has left for the next one."""
-    return sum(1 for _ in unfinished_path(target).glob("chunks/chunk_*.mlpackage"))
+        raise
+    shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _size(package: Path) -> int:
